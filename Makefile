@@ -1,31 +1,57 @@
-# thinwire: `make demo` and `make test` need nothing installed but Python 3.11 or newer.
+# thinwire: `make demo` and `make test` need Python 3.11 or newer, and download all else into .venv; how much is said in
+# docs/start/install.md.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
+TORCH  := $(VENV)/.torch
 STAMP  := $(VENV)/.installed
+DEMO   := $(VENV)/.demo
 
-.PHONY: help install demo docs dist test test-integrations test-kernels test-gpu test-jit-off test-nightly house lint format clean
+.PHONY: help install demo docs dist test test-all test-rest test-slow test-integrations test-kernels test-gpu test-jit-off \
+  test-nightly house lint format clean
 
 help:            ## list the verbs
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
 
 install: $(STAMP) ## make .venv and install thinwire with everything it can use
-$(STAMP): pyproject.toml constraints.txt
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade -c constraints.txt pip
+$(STAMP): pyproject.toml constraints.txt | $(TORCH)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
-	@touch $(STAMP)
+	@touch $(STAMP) $(DEMO)
 
-demo: install    ## compare stock DDP and thinwire on four emulated hosts, in about a minute
+demo: $(DEMO)    ## compare stock DDP and thinwire on four emulated hosts, in about a minute; it installs what that needs
 	$(BIN)/thinwire demo
+
+$(DEMO): pyproject.toml constraints.txt | $(TORCH)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[cpu,plot,testbed]'
+	@touch $(DEMO)
+
+$(TORCH):
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@test -x $(BIN)/thinwire || $(BIN)/python -m pip install --quiet --upgrade -c constraints.txt pip
+	@$(BIN)/python tools/install_torch.py
+	@touch $(TORCH)
 
 lint: install    ## ruff and the type checker
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyrefly check
 
-test: lint       ## lint, types, and every test that needs no GPU
-	$(BIN)/python -m pytest -m "not gpu and not slow and not docs and not integrations" -n 2 --dist worksteal
+# Each law on all pairs of its parameters, and few examples of what hypothesis draws: see tests/common/selection.py.
+# Four workers on two cores: ranks wait for each other, for links and for limits, so fewer leave the cores idle.
+PYTEST := $(BIN)/python -m pytest -n 4 --dist worksteal
+QUICK  := -m "not gpu and not slow and not docs and not integrations" --pairs
+REST   := -m "not gpu and not docs and not integrations" --rest --ignore=tests/aot --ignore=tests/house/test_gpu_page.py
+
+# Without rewritten assertions, which take a worker 10 s to load; what fails runs again with them, for its values.
+test: lint       ## lint, types, and each behaviour once: under 5 minutes on 2 cores
+	THINWIRE_EXAMPLES=25 $(PYTEST) --assert=plain $(QUICK) || { $(PYTEST) --last-failed $(QUICK); exit 1; }
+
+test-all: test test-rest ## every test that needs no GPU; continuous integration runs a quarter of the slow ones each time
+
+test-rest: test-slow test-integrations docs dist test-kernels test-jit-off ## what `make test` leaves out of `make test-all`
+
+test-slow: install ## what starts programs, repeats faults or takes long, and all combinations of parameters; PART=K/N: a part
+	$(PYTEST) $(REST) $(if $(PART),--part $(PART))
 
 test-integrations: $(VENV)/.integrations ## train with each framework of the extra `integrations`, stock and with thinwire
 	$(BIN)/python -m pytest -m "integrations" tests/integrations
@@ -40,23 +66,23 @@ $(VENV)/.integrations: $(STAMP)
 # a user without a GPU has them. The oldest version that the kernels support, that of torch 2.9, and the newest one:
 TRITONS := 3.5.1 3.9.0
 
-test-kernels: $(TRITONS:%=$(VENV)/triton-%) ## the kernels for GPUs, without one: compile them for each architecture, and interpret them
+test-kernels: $(TRITONS:%=$(VENV)/triton-%) ## what is for GPUs, without one: compile and interpret the kernels, and run test-gpu dry
 	$(BIN)/python -m pytest -m "slow" -n 2 tests/aot
-	PYTHONPATH=$(lastword $^) $(BIN)/python -m pytest -m "slow" -n 2 --dist worksteal tests/unit/test_gpu_kernels.py
+	PYTHONPATH=$(lastword $^) $(BIN)/python -m pytest -m "slow" -n 2 --dist worksteal tests/kernels/test_gpu_kernels.py
+	$(BIN)/python -m pytest -m "slow" tests/house/test_gpu_page.py
 
 $(VENV)/triton-%: $(STAMP)
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $@ triton==$*
 	@touch $@
 
-test-gpu: install ## what needs a GPU: its tests and times, on one page to send back, benchmarks/results/gpu.md
-	$(BIN)/python benchmarks/gpu_page.py --output benchmarks/results/gpu.md
+test-gpu: ## what needs a GPU: its tests and times, on one page to send back; with the torch of PYTHON, without installing
+	$(PYTHON) benchmarks/gpu_page.py --output benchmarks/results/gpu.md
 
 test-jit-off: install ## the kernels as plain Python, which coverage tools can see
-	NUMBA_DISABLE_JIT=1 $(BIN)/python -m pytest tests/unit/test_kernels.py tests/unit/test_kernel_parity.py tests/unit/test_kernel_sums.py
+	NUMBA_DISABLE_JIT=1 $(BIN)/python -m pytest tests/kernels/test_kernels.py tests/kernels/test_kernel_parity.py tests/kernels/test_kernel_sums.py
 
-test-nightly: install $(TRITONS:%=$(VENV)/triton-%) ## the slow tests: full demo, benchmark figures, long fuzzing
-	$(BIN)/python -m pytest -m "slow"
-	THINWIRE_EXAMPLES=300 $(BIN)/python -m pytest -m "not gpu and not slow and not docs and not integrations" -n 2 --dist worksteal tests/unit
+test-nightly: test-all ## all of them, and long fuzzing
+	THINWIRE_EXAMPLES=300 $(PYTEST) -m "not gpu and not slow and not ranks"
 
 docs: install    ## build the site into site/, failing on any warning; run its notebook and its commands, made small
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
@@ -67,7 +93,7 @@ dist: install    ## build the wheel and the sdist into dist/, and check them as 
 	$(BIN)/python -m build --no-isolation
 	$(BIN)/twine check --strict dist/*
 
-house: install   ## measure the structure of the library: files on the way of a gradient, sizes, circles, duplicate names
+house:            ## measure the structure of the library: files on the way of a gradient, sizes, circles, duplicate names
 	$(BIN)/python tools/house.py
 
 format: install  ## rewrite the sources in the house style

@@ -11,11 +11,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable
 
-from thinwire.lab.espresso.espresso import Strategy, espresso
-from thinwire.lab.espresso.job import EspressoJob
-from thinwire.lab.espresso.models import MODELS
-from thinwire.lab.espresso.models.published import TESTBEDS
-from thinwire.lab.espresso.options import CPU
+from espresso.espresso import Strategy, espresso
+from espresso.job import EspressoJob, job_of
+from espresso.options import CPU
+from espresso.testbeds import TESTBEDS
+from published.models import MODELS
 
 COLUMNS = (
     "model",
@@ -80,7 +80,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--repeat", type=int, default=5, help="selections of which the quickest counts")
     arguments = parser.parse_args()
-    jobs = ((name, MODELS[name]().espresso_inputs(make())) for make in TESTBEDS.values() for name in MODELS)
+    jobs = ((name, job_of(MODELS[name](), make())) for make in TESTBEDS.values() for name in MODELS)
     table(row(name, job, arguments.repeat) for name, job in jobs)
 
 

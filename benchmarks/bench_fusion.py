@@ -13,14 +13,13 @@ import argparse
 import time
 from collections.abc import Callable, Iterable
 
+from espresso.testbeds import TESTBEDS
+from published.cluster import FLAT
+from published.models import MODELS, PublishedModel
 from thinwire import fuse
-from thinwire.fuse.policy import Policy
-from thinwire.fuse.profile import Groups, Linear, Profile
-from thinwire.fuse.timeline import iteration_seconds
-from thinwire.lab.espresso.cluster import FLAT
-from thinwire.lab.espresso.models import MODELS, PublishedModel
-from thinwire.lab.espresso.models.published import TESTBEDS
-from thinwire.lab.studies.cupcake_mixed import best_mixed
+from thinwire.plan.policy import Policy
+from thinwire.plan.profile import Groups, Linear, Profile
+from thinwire.plan.timeline import iteration_seconds
 
 HOSTS = 8
 LINKS = {"vgg16": "pcie_25g", "resnet101": "pcie_25g", "lstm": "pcie_25g"}  # the others: nvlink_100g
@@ -46,8 +45,8 @@ def profiles(model: PublishedModel) -> dict[str, Profile]:
         return Linear(alpha, (float(cluster.seconds(FLAT, routine, total)) - alpha) / total)
 
     return {
-        "uncompressed": model.profile(None, "gpu", line("all_reduce")),
-        model.algorithm: model.profile(model.algorithm, "gpu", line("all_gather")),
+        "uncompressed": model.profile(None, line("all_reduce")),
+        model.algorithm: model.profile(model.algorithm, line("all_gather")),
     }
 
 
@@ -79,22 +78,12 @@ def iterations(models: Iterable[PublishedModel]) -> Iterable[list[object]]:
 
 def planning(models: Iterable[PublishedModel], repeat: int) -> Iterable[list[object]]:
     for model in models:
-        dense, coded = profiles(model).values()
-        best = best_mixed(coded, dense.communicate)
+        _, coded = profiles(model).values()
         times = [
             least_milliseconds(lambda policy=policy, profile=coded: policy.groups(profile), repeat)
             for policy in POLICIES
         ]
-        mixing = least_milliseconds(lambda profile=coded, line=dense.communicate: best_mixed(profile, line), 1)
-        yield [
-            model.name,
-            model.num_tensors,
-            *(f"{value:.1f}" for value in times),
-            f"{mixing:.0f}",
-            f"{1e3 * best.seconds:.1f}",
-            f"{sum(best.compressed)} of {len(best.compressed)}",
-            f"{100 * (best.seconds / best.least_seconds - 1):.2f} %",
-        ]
+        yield [model.name, model.num_tensors, *(f"{value:.1f}" for value in times)]
 
 
 def main() -> None:
@@ -105,8 +94,8 @@ def main() -> None:
     names = [policy.name for policy in POLICIES]
     print("Milliseconds from the start of backward until the last gradient is there:\n")
     table(["model", *names, "groups of cupcake"], iterations(models))
-    print("Milliseconds to plan the compressed model; of mixed also its plan, and how far from the best at most:\n")
-    table(["model", "tensors", *names, "mixed", "iteration ms", "compressed", "gap"], planning(models, repeat))
+    print("Milliseconds to plan the compressed model:\n")
+    table(["model", "tensors", *names], planning(models, repeat))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -176,10 +176,11 @@ def round_trip(elements: Tensor, size: int) -> None:
 
 def sum_operations(inputs: Inputs) -> Iterator[Operation]:
     lists = [ids for ids, _ in inputs.pieces]
-    union, places = kernels.union_places(lists, inputs.size)
+    union, positions = kernels.union_positions(lists, inputs.size)
     num_bytes = sum(ids.nbytes for ids in lists)
-    yield Operation("union of 8", lambda: kernels.union_places(lists, inputs.size), num_bytes, num_bytes + union.nbytes)
-    placed = [(place, values) for place, (_, values) in zip(places, inputs.pieces, strict=True)]
+    join = partial(kernels.union_positions, lists, inputs.size)
+    yield Operation("union of 8", join, num_bytes, num_bytes + union.nbytes)
+    placed = [(each, values) for each, (_, values) in zip(positions, inputs.pieces, strict=True)]
     yield Operation(
         "sum 8 at, elements",
         lambda: kernels.sum_rows_at(placed, union.numel(), 1, torch.float32),

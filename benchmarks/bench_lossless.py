@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from thinwire import kernels
-from thinwire.codes import floats
 from thinwire.kernels.cpu.floats import _decode, _encode
 from thinwire.kernels.jit import njit
 from thinwire.kernels.reference.floats import LAYOUTS, words_of
+from thinwire.rows import floats
 
 SIMULATED = 1 << 20
 REPEATS = 10

@@ -21,7 +21,7 @@ from torch import Tensor
 from thinwire import compress, kernels
 from thinwire.compress.base import Parameter
 from thinwire.compress.methods.sparsify import DensitySparsifier
-from thinwire.compress.methods.thresholds import SampledTopK
+from thinwire.compress.papers.thresholds import SampledTopK
 
 WARM_UP_CALLS = 16  # compiled, memory touched, and SIDCo has found its number of stages
 FEEDBACK_STEPS = 20

@@ -14,10 +14,10 @@ import torch
 
 from thinwire.lab.bench.workload import Workload
 from thinwire.lab.ledger import sent_bytes, value_lower_bound_bytes
-from thinwire.sync.choose import choose
-from thinwire.sync.cost import expected_bytes
-from thinwire.sync.named import NAMED, name_of
-from thinwire.sync.scheme import Ownership, Scheme
+from thinwire.sums.cost import Demand, expected_bytes
+from thinwire.sums.named import NAMED, name_of
+from thinwire.sums.scheme import Ownership, Scheme
+from thinwire.tune.prices import choose
 
 LARGE_ELEMENTS = 1 << 22
 
@@ -29,8 +29,8 @@ def busiest_rank_bytes(scheme: Scheme, workload: Workload, ids: list[torch.Tenso
         return max(sent_bytes(scheme, ids, num_rows, width, workload.dtype)), True
     dealt = replace(scheme, ownership=Ownership.PERMUTATION)
     held, union = sum(part.numel() for part in ids) / len(ids), torch.cat(ids).unique().numel()
-    itemsize = workload.dtype.itemsize
-    return expected_bytes(dealt, len(ids), num_rows, width * itemsize, held, union, itemsize), False
+    demand = Demand(len(ids), num_rows, width, workload.dtype.itemsize, held, union)
+    return expected_bytes(dealt, demand), False
 
 
 def main() -> None:
@@ -49,7 +49,7 @@ def main() -> None:
             bound = value_lower_bound_bytes(ids, width * 4)
             heads.append(f"{world_size} ranks ({bound / 1e6:.2f} MB)")
             union = torch.cat(ids).unique().numel()
-            picks.append(name_of(choose([part.numel() for part in ids], num_rows, width, 4, union)))
+            picks.append(name_of(choose(Demand.of([part.numel() for part in ids], num_rows, width, 4, union))))
             for scheme, point in NAMED.items():
                 sent, exact = busiest_rank_bytes(point, workload, ids)
                 table[scheme].append(f"{'' if exact else '~'}{sent / bound:.2f}x")

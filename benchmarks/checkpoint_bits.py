@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from thinwire.checkpoint.state.coding import LEAST_VALUES, PIECE_VALUES
-from thinwire.codes import floats
 from thinwire.lab.bench.jobs.named import get_job
+from thinwire.rows import floats
 
 
 def share(tensors: Sequence[Tensor]) -> float:

@@ -21,8 +21,8 @@ from torch import Tensor
 from thinwire import compress
 from thinwire.compress import deep_reduce, int8, qsgd, top_k
 from thinwire.compress.base import Parameter
-from thinwire.compress.deep_reduce.compressor import DeepReduce
-from thinwire.compress.deep_reduce.indices import Bloom, index_codec
+from thinwire.compress.papers.deep_reduce.compressor import DeepReduce
+from thinwire.compress.papers.deep_reduce.indices import Bloom, index_codec
 from thinwire.lab.bench.jobs.named import get_job
 
 DENSITIES = (0.001, 0.01, 0.1)

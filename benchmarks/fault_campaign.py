@@ -18,7 +18,8 @@ from pathlib import Path
 from thinwire.lab.report import environment
 from thinwire.lab.testbed.network import NetAdminError, require_net_admin
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "faults"))
+_TESTS = Path(__file__).parents[1] / "tests"
+sys.path[:0] = [str(_TESTS / "common"), str(_TESTS / "checkpoint" / "faults")]
 from checkpoint_faults.campaign import KINDS, Result, run_all
 
 RESULTS = Path(__file__).parent / "results" / "fault-campaign.json"

@@ -69,8 +69,8 @@ def work(context: RankContext, shape: tuple[int, ...], rounds: int) -> dict[str,
     variants: dict[str, Callable[[nn.Module], object]] = {
         "stock": lambda model: None,
         "attach": thinwire.attach,
-        "power_sgd(4)": lambda model: thinwire.attach(model, compress=thinwire.compress.power_sgd(4)),
-        "bf16": lambda model: thinwire.attach(model, compress=thinwire.compress.bf16()),
+        "power_sgd(4)": lambda model: thinwire.attach(model, dense=thinwire.compress.power_sgd(4)),
+        "bf16": lambda model: thinwire.attach(model, dense=thinwire.compress.bf16()),
     }
     runs: dict[str, dict[str, Any]] = {}
     for name, attach in variants.items():

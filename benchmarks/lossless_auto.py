@@ -30,8 +30,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.lab.bench.jobs.job import Data
 from thinwire.lab.bench.jobs.named import parse_job
-from thinwire.lab.bench.sync import quantile
 from thinwire.lab.bench.train.methods import method_of
+from thinwire.lab.bench.turns import quantile
 from thinwire.lab.report import environment
 from thinwire.lab.testbed.launch import preload, run_ranks
 from thinwire.lab.testbed.network import EmulatedNetwork, Link

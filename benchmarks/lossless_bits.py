@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for job, autocast, accumulate, hosts in product(*lists):
         settings = ["autocast"] * (autocast == "yes") + [f"accumulate={accumulate}"] * (accumulate != "1")
         workload = DenseWorkload(":".join(("dense", job, *settings)))
-        result = run(DenseBenchmark(workload, int(hosts), methods=(LOSSLESS,), repeat=1), lambda method: None)
+        result = run(DenseBenchmark(workload, methods=(LOSSLESS,), hosts=int(hosts), repeat=1), lambda method: None)
         (row,) = result["rows"]
         cells = (
             row["workload"],

@@ -3,7 +3,7 @@
     python benchmarks/lossless_break_even.py --jobs gpt:autocast,gpt --hosts 8
 
 Gradients are recorded as `thinwire bench sync --workload dense:...` does. Then one process, alone, codes the largest
-bucket of rank 0 and the sum of all ranks, on one thread; each time is the best of several. `thinwire.lossless.decide`
+bucket of rank 0 and the sum of all ranks, on one thread; each time is the best of several. `thinwire.tune.lossless`
 turns that into seconds of a bucket of 25 MB at a rate of the link, and a search over rates finds where both ways cost
 the same, with one core for coding and with two, and links that do nothing but carry bytes. ``sum`` is of float32.
 """
@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from thinwire import kernels
-from thinwire.codes import floats
 from thinwire.comm.machine import Machine
 from thinwire.lab.bench.dense.workload import DenseWorkload
 from thinwire.lab.bench.train.stock import rank_order_sum
 from thinwire.lab.testbed.launch import run_ranks
 from thinwire.lab.testbed.rank import RankContext
-from thinwire.lossless.decide import Code, Ranks, lossless_seconds, native_seconds
+from thinwire.rows import floats
+from thinwire.tune.lossless import Code, Ranks, lossless_seconds, native_seconds
 
 BUCKET_BYTES, REPEATS = 25 << 20, 7
 MESSAGE_SECONDS = 1e-4

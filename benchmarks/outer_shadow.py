@@ -38,7 +38,7 @@ def measured(context: RankContext, arguments: argparse.Namespace) -> dict[str, A
     training = job.training(None, context.rank, context.world_size, 0)
     model, optimizer = training.model, job.optimizer_of(training)
     recipe = thinwire.outer.shadow_sync(arguments.algorithm, every_seconds=arguments.every_seconds)
-    sync: Any = thinwire.attach(model, outer=recipe, optimizer=optimizer)
+    sync: Any = thinwire.outer.attach(model, optimizer, recipe)
 
     def segment() -> tuple[float, float]:
         """Seconds of a step on the slowest rank, and processor seconds of a step, a mean over ranks."""

@@ -3,7 +3,7 @@
     pip install torchft-nightly
     python benchmarks/outer_torchft.py [--ranks 4] [--steps 200] [--every 20] [--fragments 1] [--mix 1.0] [--json FILE]
 
-Each rank trains two copies of a small character model, both by AdamW, one under ``thinwire.attach(outer=...)`` and one
+Each rank trains two copies of a small character model, both by AdamW, one under ``thinwire.outer.attach`` and one
 under ``torchft.local_sgd.DiLoCo``. torchft's manager, which needs a lighthouse, is a stand-in that averages by an
 all-reduce over the same ranks and commits every round, as in torchft's own unit tests. With fragments, those of torchft
 are the ones that thinwire made. Parameters are compared after each round. The delay is 0: with a delay of d steps
@@ -105,7 +105,7 @@ def compared(context: RankContext, arguments: argparse.Namespace) -> list[dict[s
     ours, theirs = made(dtype), made(dtype)
     inner = [torch.optim.AdamW(model.parameters(), 3e-3) for model in (ours, theirs)]
     recipe = thinwire.outer.diloco(arguments.every, fragments=arguments.fragments, mix=arguments.mix)
-    sync: Any = thinwire.attach(ours, outer=recipe, optimizer=inner[0])
+    sync: Any = thinwire.outer.attach(ours, inner[0], recipe)
     named = dict(theirs.named_parameters())
     fragments = [Fragment([named[name] for name in names]) for names in sync._rounds.anchors.fragments]
     outers = [

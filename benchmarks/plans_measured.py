@@ -23,7 +23,7 @@ from itertools import product
 from pathlib import Path
 
 from thinwire.lab.planning.measurement import Measurement
-from thinwire.lab.planning.planner import DEFAULTS, Way, best_way, plan_of, ways
+from thinwire.lab.planning.planner import DEFAULTS, Option, best_option, plan_of, price_options
 from thinwire.plan.plan import STOCK
 
 THINWIRE = Path(sys.executable).with_name("thinwire")
@@ -48,9 +48,9 @@ class Row:
         return self.predicted_seconds / self.measured_seconds - 1.0
 
 
-def best_of_each_kind(found: Sequence[Way], chosen: Way) -> list[Way]:
+def best_of_each_kind(found: Sequence[Option], chosen: Option) -> list[Option]:
     """Stock DDP first; then the fastest exact one, the fastest of each compressor, and the one that was chosen."""
-    best: dict[str, Way] = {}
+    best: dict[str, Option] = {}
     for way in found[1:]:
         kind = next((text for text in way.compressors if text), "exact")
         if kind not in best or way.seconds < best[kind].seconds:
@@ -66,8 +66,8 @@ def cell(job: str, hosts: int, link: str, steps: int, compressors: Sequence[str]
     names = ",".join(compressors) or "none"
     run("plan", "--measure", *where, "--fresh", "--compress", names, "--measurement", str(file))
     measurement = Measurement.load(file)
-    found = ways(measurement, compressors)
-    chosen = best_way(measurement, found)
+    found = price_options(measurement, compressors)
+    chosen = best_option(measurement, found)
     picked = best_of_each_kind(found, chosen)
     methods = ["ddp"]
     for place, way in enumerate(picked[1:]):

@@ -48,9 +48,9 @@ def train_rank(context: RankContext, settings: dict[str, Any], folder: str) -> d
     """Train in turn, stock and with thinwire, and return losses, bytes and seconds of steps."""
     import torch.distributed as dist
     from sentence_transformers import SentenceTransformer, models
-    from sentence_transformers_xlmr import pairs, train
     from transformers import TrainerCallback, set_seed
 
+    from sentence_transformers_xlmr import pairs, train
     from thinwire.integrations.transformers import ThinwireCallback
 
     class Stopwatch(TrainerCallback):

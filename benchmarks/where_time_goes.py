@@ -20,15 +20,16 @@ import torch
 from thinwire import kernels
 from thinwire.comm.channel import Channel
 from thinwire.comm.lane import Lane
-from thinwire.lab.bench.sync_rank import _runner, _start_together
+from thinwire.lab.bench.sync_rank import _runner
+from thinwire.lab.bench.turns import start_together
 from thinwire.lab.bench.workload import Workload
 from thinwire.lab.testbed.launch import run_ranks
 from thinwire.lab.testbed.network import EmulatedNetwork, Link
 from thinwire.lab.testbed.rank import RankContext
-from thinwire.sync.known_ids import _Run
-from thinwire.sync.named import resolve
-from thinwire.sync.scheme import Scheme
-from thinwire.sync.union_shares import UnionPlan
+from thinwire.sums.known_ids import _Shares
+from thinwire.sums.named import resolve
+from thinwire.sums.scheme import Scheme
+from thinwire.sums.union_shares import UnionPlan
 
 PHASES = ("opening", "early push", "late push", "pull")
 
@@ -48,7 +49,7 @@ def watch() -> list[float]:
         setattr(owner, method, timed)
 
     after(Channel, "open")
-    after(_Run, "_send_back")
+    after(_Shares, "pull")
     return moments
 
 
@@ -60,7 +61,7 @@ def measure(context: RankContext, workload: Workload, repeat: int) -> list[list[
     phases = []
     for _ in range(repeat + 1):
         run = _runner(resolve("column_split"), lane, rows)
-        _start_together()
+        start_together()
         moments.clear()
         started = time.perf_counter()
         run()

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from thinwire.checkpoint import Checkpointer
+from thinwire.checkpoint import Checkpointer, Disk, Storage
 
 ROWS, WIDTH, BATCH = 10_000, 32, 64
 
@@ -54,11 +54,13 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     torch.manual_seed(1 + rank)  # each rank has data of its own
 
-    saved = {"synchronizer": sync, "replicas": options.replicas, "persistent": options.persistent}
-    with Checkpointer(model, optimizer, **saved) as checkpointer:
+    disk = Disk(options.persistent) if options.persistent else None
+    storage = Storage(replicas=options.replicas, disk=disk)
+    with Checkpointer(model, optimizer, synchronizer=sync, storage=storage) as checkpointer:
         first = checkpointer.restore() or 0
         if rank == 0:
             print(f"{dist.get_world_size()} ranks start at step {first}", flush=True)
+        loss = torch.tensor(float("nan"))  # if the run was at its end already
         for step in range(first, options.steps):
             users, items = torch.randint(ROWS, (2, BATCH)).to(device)
             loss = nn.functional.mse_loss(model(users, items), ((users + items) % 2).float())

@@ -15,7 +15,7 @@ import argparse
 import sys
 import time
 
-from thinwire.lab.testbed.elastic import FAULTS, ElasticCluster, reference_digest, run_elastic
+from elastic_cluster import FAULTS, ElasticCluster, reference_digest, run_elastic
 
 
 def main() -> None:

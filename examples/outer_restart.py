@@ -30,9 +30,7 @@ def train(rank: int, port: int, last_step: int | None) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     members = thinwire.outer.Members(dist.TCPStore("127.0.0.1", port), rank, RANKS, timedelta(seconds=60))
     recipe = thinwire.outer.diloco(every=8, min_ranks=1)
-    sync = thinwire.attach(
-        model, outer=recipe, optimizer=optimizer, process_group=members, timeout=timedelta(seconds=20)
-    )
+    sync = thinwire.outer.attach(model, optimizer, recipe, process_group=members, timeout=timedelta(seconds=20))
     print(f"rank {rank} begins at step {sync.stats()['outer/inner_steps']:.0f}", flush=True)
     while (step := sync.stats()["outer/inner_steps"]) < STEPS:
         if step == last_step:

@@ -24,8 +24,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.checkpoint import Checkpointer
-from thinwire.holder.start import HolderOptions, start_holder
+from thinwire.checkpoint import Checkpointer, Storage
+from thinwire.checkpoint.holder.start import HolderOptions, start_holder
 
 
 def train(rank: int, directory: str, start: int, options: argparse.Namespace) -> None:
@@ -38,7 +38,8 @@ def train(rank: int, directory: str, start: int, options: argparse.Namespace) ->
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     torch.manual_seed(rank)  # each rank has data of its own
 
-    with Checkpointer(model, optimizer, run_id="demo", holder_socket=place / f"host{rank}.sock") as checkpointer:
+    storage = Storage(run_id="demo", holder_socket=place / f"host{rank}.sock")
+    with Checkpointer(model, optimizer, storage=storage) as checkpointer:
         first = checkpointer.restore() or 0
         if rank == 0:
             print(f"starts at step {first}", flush=True)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.checkpoint import Checkpointer
+from thinwire.checkpoint import Checkpointer, Storage
 
 
 def main() -> None:
@@ -34,7 +34,7 @@ def main() -> None:
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     torch.manual_seed(dist.get_rank())  # each rank has data of its own
 
-    with Checkpointer(model, optimizer, replicas=1) as checkpointer:
+    with Checkpointer(model, optimizer, storage=Storage(replicas=1)) as checkpointer:
         first = checkpointer.restore() or 0
         say(f"starts at step {first}")
         for step in range(first, options.steps):
@@ -46,7 +46,7 @@ def main() -> None:
             checkpointer.step()
             if step % 10 == 9:
                 say(f"step {step + 1}: loss {loss.item():.6f}")
-            if step + 1 == options.kill_at and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
+            if step + 1 == options.kill_at and first == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
         stats = checkpointer.stats()
     say(

@@ -95,8 +95,8 @@ def hsdp_rows() -> list[str]:
     labels = {
         "stock": "stock FSDP2",
         "attach": "`attach(model)`, exact",
-        "bf16": "`compress=bf16()`",
-        "power_sgd(4)": "`compress=power_sgd(4)`",
+        "bf16": "`dense=bf16()`",
+        "power_sgd(4)": "`dense=power_sgd(4)`",
     }
     result = json.loads(HSDP.read_text())
     stock = result["stock"]["step_seconds"]

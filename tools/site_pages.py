@@ -27,18 +27,17 @@ PACKAGES = {
     "thinwire.compress": "Compressors. See [compression](../guides/compression.md).",
     "thinwire.fuse": "Fusion policies: which gradients travel together. See [fusion](../guides/fusion.md).",
     "thinwire.plan": "Plans, measurements and the timeline that judges them. See [plans](../guides/plans.md).",
+    "thinwire.reproducible": "The same bits on any number of ranks. See [the guide](../guides/reproducible.md).",
     "thinwire.outer": "Outer loops: local SGD, DiLoCo, ShadowSync. See [outer loops](../guides/outer.md).",
     "thinwire.checkpoint": "Checkpoints in the memory of peers. See [checkpoints](../guides/checkpoints.md).",
 }
 
 
 def public_names(package: str) -> list[str]:
-    """Return the names in ``__all__`` that are no modules: functions first, then classes, then exceptions."""
+    """Return the names in ``__all__`` that are no modules: constructors first, then other classes, then exceptions."""
     module = importlib.import_module(package)
     names = [name for name in module.__all__ if not inspect.ismodule(getattr(module, name))]
-    return sorted(
-        names, key=lambda name: (_is_exception(getattr(module, name)), inspect.isclass(getattr(module, name)))
-    )
+    return sorted(names, key=lambda name: (_is_exception(getattr(module, name)), not name.islower()))
 
 
 def _is_exception(value: object) -> bool:
@@ -104,7 +103,7 @@ def _directive(package: str, name: str, value: Any) -> str:
 
 def commands_page() -> str:
     """Return the reference of all commands, from the application itself."""
-    from thinwire.cli.main import app
+    from thinwire.lab.cli.main import app
 
     lines = ["# Command line", "", "Every command and option of this version, written by the commands themselves.", ""]
     root: Any = typer.main.get_command(app)

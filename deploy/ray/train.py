@@ -21,7 +21,7 @@ from ray.train.torch import TorchTrainer
 from torch import nn
 
 import thinwire
-from thinwire.checkpoint import Checkpointer
+from thinwire.checkpoint import Checkpointer, Storage
 
 ROWS, WIDTH, BATCH = 5_000, 32, 64
 
@@ -34,8 +34,8 @@ def train(config: dict[str, Any]) -> None:
     device = next(model.parameters()).device
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     torch.manual_seed(1 + context.get_world_rank())  # each worker has data of its own
-    run = {"run_id": context.get_experiment_name(), "replicas": config["replicas"]}
-    with Checkpointer(model, optimizer, synchronizer=sync.synchronizer, **run) as checkpointer:
+    storage = Storage(run_id=context.get_experiment_name(), replicas=config["replicas"])
+    with Checkpointer(model, optimizer, synchronizer=sync.synchronizer, storage=storage) as checkpointer:
         first = checkpointer.restore() or 0
         step = first
         for step in range(first, config["steps"]):

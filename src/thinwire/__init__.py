@@ -10,15 +10,15 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from thinwire import checkpoint, compress, errors, fuse, integrations, outer, plan, schemes
+    from thinwire import checkpoint, compress, errors, fuse, integrations, outer, plan, reproducible, schemes
     from thinwire.all_reduce import sparse_all_reduce
     from thinwire.attach import attach
     from thinwire.errors import CorruptMessageError, LostPeerError, MismatchError, PeerError, ThinwireError
-    from thinwire.gradients.fsdp import embedding_tables
+    from thinwire.gradients.sharded.layout import embedding_tables
+    from thinwire.gradients.synchronizer import Synchronizer
     from thinwire.plan.plan import Plan
-    from thinwire.sparse import SparseRows
-    from thinwire.sync.scheme import Scheme
-    from thinwire.synchronizer import Synchronizer
+    from thinwire.rows.sparse import SparseRows
+    from thinwire.sums.scheme import Scheme
 
 __version__ = "0.1.0"
 
@@ -41,6 +41,7 @@ __all__ = [
     "integrations",
     "outer",
     "plan",
+    "reproducible",
     "schemes",
     "sparse_all_reduce",
 ]
@@ -51,12 +52,12 @@ _MODULE_OF = {
     "MismatchError": "errors",
     "PeerError": "errors",
     "Plan": "plan.plan",
-    "Scheme": "sync.scheme",
-    "SparseRows": "sparse",
-    "Synchronizer": "synchronizer",
+    "Scheme": "sums.scheme",
+    "SparseRows": "rows.sparse",
+    "Synchronizer": "gradients.synchronizer",
     "ThinwireError": "errors",
     "attach": "attach",
-    "embedding_tables": "gradients.fsdp",
+    "embedding_tables": "gradients.sharded.layout",
     "sparse_all_reduce": "all_reduce",
 }
 

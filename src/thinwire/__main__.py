@@ -1,5 +1,5 @@
 """`python -m thinwire` is the `thinwire` command."""
 
-from thinwire.cli.main import command
+from thinwire.lab.cli.main import command
 
 command()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from typing import Literal, overload
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
@@ -14,12 +16,13 @@ from torch.futures import Future
 from thinwire.comm.channel import Subject
 from thinwire.comm.collectives import Collectives
 from thinwire.comm.lane import Group, Lane, resolve_group
-from thinwire.sparse import Layout, SparseRows
-from thinwire.sync.collective import CollectiveSum, NamedGradient
-from thinwire.sync.named import AUTO, ZEN, resolve
-from thinwire.sync.scheme import Scheme
-from thinwire.sync.synchronize import agree, synchronize
-from thinwire.sync.two_level import TwoLevel
+from thinwire.rows.sparse import Layout, SparseRows
+from thinwire.sums.collective import CollectiveSum, NamedGradient
+from thinwire.sums.named import AUTO, ZEN, resolve
+from thinwire.sums.scheme import Scheme
+from thinwire.sums.synchronize import agree, synchronize
+from thinwire.sums.two_level import TwoLevel
+from thinwire.tune.prices import chosen
 
 _lanes: WeakKeyDictionary[dist.ProcessGroup, Lane] = WeakKeyDictionary()
 _sums: WeakKeyDictionary[dist.ProcessGroup, CollectiveSum] = WeakKeyDictionary()
@@ -62,7 +65,8 @@ def sparse_all_reduce(
             It is not changed. With ``async_op`` it must not be written to until the future is done.
         scheme: "auto", another name of `thinwire.schemes.NAMED`, such as "zen" or "dense", or a `Scheme`; or
             "two_level:zen" (any name but "dense"), or a `TwoLevel`: ranks of one host add up first. On a GPU "auto" is
-            "zen", and schemes that send in stages or have two levels are refused.
+            "zen", and schemes that send in stages are refused, as are hosts of several sizes. Under
+            ``torch.use_deterministic_algorithms(True)`` "auto" chooses among schemes that add in rank order.
         op: "sum" or "mean" (over ranks).
         process_group: a ProcessGroup, a one-dimensional DeviceMesh, or None for the default group.
         async_op: whether to return at once, with a future of the result.
@@ -77,33 +81,39 @@ def sparse_all_reduce(
         PeerError: a peer failed, died, or did not call within the group's timeout.
         CorruptMessageError: a message arrived changed.
 
-    On a GPU the sum is by NCCL, on the calling thread and the current stream; the host waits twice for the device.
+    On a GPU the sum is by NCCL, on the calling thread and the current stream; the host waits twice for the device, and
+    three times with two levels.
 
     Memory: up to four times the values received (sixteen-bit values: seven and a half, because they are summed in
-    float32), plus one bit for each row and rank; tested in tests/unit/test_memory.py.
+    float32), plus one bit for each row and rank; tested in tests/sums/test_memory.py.
 
     Example:
         >>> gradient = torch.sparse_coo_tensor([[0, 7]], torch.ones(2, 16), (1000, 16))  # doctest: +SKIP
         >>> total = thinwire.sparse_all_reduce(gradient)                                  # doctest: +SKIP
     """
     group = resolve_group(process_group)
-    if isinstance(tensor, Tensor) and tensor.is_cuda and "nccl" in dist.get_backend_config(group):
-        return _on_gpu(tensor, scheme, op, group, async_op)
-    if group.size() == 1:
-        return _alone(tensor, scheme, op, async_op)
-    lane = _lane_of(group)
+    on_gpu = isinstance(tensor, Tensor) and tensor.is_cuda and "nccl" in dist.get_backend_config(group)
+    if not on_gpu and group.size() > 1:
+        future = _lane_of(group).submit(lambda lane: sum_on(lane, tensor, scheme, op)[0])
+        return future if async_op else future.wait()
+    total = _on_gpu(tensor, scheme, op, group) if on_gpu else _alone(tensor, scheme, op)
+    if not async_op:
+        return total
+    done: Future[Tensor] = Future(devices=[total.device] if total.is_cuda else None)
+    done.set_result(total)
+    return done
+
+
+def sum_on(lane: Lane, tensor: Tensor, scheme: str | Scheme | TwoLevel, op: str) -> tuple[Tensor, Scheme | TwoLevel]:
+    """Return the sum or mean and its scheme, in a job of the lane, which all its ranks run in the same order."""
     text = scheme.describe() if isinstance(scheme, (Scheme, TwoLevel)) else str(scheme)
-    subject = Subject("sparse_all_reduce", f"{_kind(tensor)}, op={op}, scheme={text}")
-
-    def job(lane: Lane) -> Tensor:
-        channel = lane.channel(subject)
-
-        rows, point = agree(lambda: _rows(tensor, op), scheme, channel)
-        total = synchronize(rows, point, channel, 1.0 if op == "sum" else 1.0 / channel.world_size)
-        return Layout.of(tensor).tensor(total)
-
-    future = lane.submit(job)
-    return future if async_op else future.wait()
+    in_rank_order = torch.are_deterministic_algorithms_enabled()
+    text += ", in rank order" * (in_rank_order and scheme == AUTO)
+    channel = lane.channel(Subject("sparse_all_reduce", f"{_kind(tensor)}, op={op}, scheme={text}"))
+    choose = partial(chosen, in_rank_order=in_rank_order)
+    rows, point = agree(lambda: _rows(tensor, op), scheme, channel, choose)
+    total = synchronize(rows, point, channel, 1.0 if op == "sum" else 1.0 / channel.world_size)
+    return Layout.of(tensor).tensor(total), point
 
 
 def _rows(tensor: Tensor, op: str) -> SparseRows:
@@ -116,9 +126,7 @@ def _check(op: str) -> None:
         raise ValueError(f"unknown op {op!r}; legal are sum and mean")
 
 
-def _on_gpu(
-    tensor: Tensor, scheme: str | Scheme | TwoLevel, op: str, group: dist.ProcessGroup, async_op: bool
-) -> Tensor | Future[Tensor]:
+def _on_gpu(tensor: Tensor, scheme: str | Scheme | TwoLevel, op: str, group: dist.ProcessGroup) -> Tensor:
     """Return the sum by collectives of the group, whose ranks all learn of a bad argument on one of them."""
 
     def points() -> Iterator[Scheme | TwoLevel]:
@@ -126,25 +134,18 @@ def _on_gpu(
         yield resolve(scheme) or ZEN
 
     if group not in _sums:
-        _sums[group] = CollectiveSum(Collectives(group))
+        exchange = Collectives(group)
+        exchange.find_hosts(tensor.device)
+        _sums[group] = CollectiveSum(exchange)
     gradient = NamedGradient("sparse_all_reduce", tensor.detach() if tensor.is_sparse else tensor.detach().clone())
     (total,) = _sums[group].all_reduce([gradient], points(), 1.0 / group.size() if op == "mean" else 1.0)
-    if not async_op:
-        return total
-    future: Future[Tensor] = Future(devices=[tensor.device])
-    future.set_result(total)
-    return future
+    return total
 
 
-def _alone(tensor: Tensor, scheme: str | Scheme | TwoLevel, op: str, async_op: bool) -> Tensor | Future[Tensor]:
+def _alone(tensor: Tensor, scheme: str | Scheme | TwoLevel, op: str) -> Tensor:
     """Return the sum over one rank, a copy by the same rules, without starting a lane."""
     resolve(scheme)
-    total = Layout.of(tensor).tensor(_rows(tensor, op))
-    if not async_op:
-        return total
-    future: Future[Tensor] = Future()
-    future.set_result(total)
-    return future
+    return Layout.of(tensor).tensor(_rows(tensor, op))
 
 
 def _kind(tensor: Tensor) -> str:

@@ -32,8 +32,6 @@ __all__ = [
     "ThinwireError",
 ]
 
-_EXTRAS = {"matplotlib": "plot", "numba": "cpu", "pyroute2": "testbed", "scikit-learn": "train"}
-
 
 class ThinwireError(RuntimeError):
     """Base of thinwire's exceptions: catch it to catch all of them."""
@@ -56,16 +54,17 @@ class CorruptHeaderError(CorruptMessageError):
 
 
 class LostPeerError(PeerError):
-    """Loss of a peer, which died, gave up after a failure of its own, or did not answer within the timeout."""
+    """Loss of a peer, which died, gave up after a failure of its own, or did not answer within the timeout.
+
+    ``rank`` is the rank that the failure began with, of the default process group; None if nobody knows. All survivors
+    name the same one.
+    """
+
+    rank: int | None = None
 
 
 class MissingPackageError(ThinwireError, ImportError):
     """Absence of an optional package; the message has the command that installs it."""
-
-
-def missing_package(package: str, purpose: str) -> MissingPackageError:
-    """Return the error that ``purpose`` needs ``package``, which one of thinwire's extras brings."""
-    return MissingPackageError(f"{purpose} needs {package}: pip install 'thinwire[{_EXTRAS[package]}]'")
 
 
 def unknown(what: str, given: str, legal: Iterable[str], more: str = "") -> ValueError:
@@ -114,6 +113,15 @@ def deferred(work: Callable[[], T]) -> Callable[[], T]:
             raise  # the lane hangs up
         return raising(error)
     return lambda: result
+
+
+def is_of_a_peer(error: BaseException | None) -> bool:
+    """Return whether an error is ours of a lost peer, or torch's of a connection, or caused by such an error."""
+    while error is not None and not isinstance(error, LostPeerError):
+        if isinstance(error, RuntimeError) and ("/gloo/" in str(error) or "NCCL" in str(error)):
+            return True
+        error = error.__cause__
+    return error is not None
 
 
 def raising(error: Exception) -> Callable[[], NoReturn]:

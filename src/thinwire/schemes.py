@@ -1,6 +1,7 @@
 """The named points of the design space of exact schemes, and the types to define others."""
 
-from thinwire.sync.named import (
+from thinwire.rows.formats import Format
+from thinwire.sums.named import (
     AGSPARSE,
     AGSPARSE_CODED,
     AGSPARSE_HIERARCHY,
@@ -25,9 +26,8 @@ from thinwire.sync.named import (
     ZEN,
     ZEN_ELEMENTS,
 )
-from thinwire.sync.scheme import Aggregation, Balance, Communication, Ownership, Partitioning, Scheme, Unit
-from thinwire.sync.two_level import TwoLevel
-from thinwire.wire import Format
+from thinwire.sums.scheme import Aggregation, Balance, Communication, Ownership, Partitioning, Scheme, Unit
+from thinwire.sums.two_level import TwoLevel
 
 __all__ = [
     "AGSPARSE",

@@ -13,6 +13,7 @@ from thinwire.lab.plot import MOST_LINES
 from thinwire.lab.report import Report
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.browser,
     pytest.mark.skipif(chromium.find() is None, reason="no chromium: apt-get install chromium"),
 ]
@@ -106,10 +107,10 @@ def test_a_page_prints_on_white_with_the_wide_plots(page: Path, browser: chromiu
 def test_what_is_to_be_pasted_can_be_copied(browser: chromium.Chromium, folder: Path) -> None:
     path = folder / "code.html"
     report = Report("Title")
-    report.code('import thinwire\nthinwire.attach(model, plan="<p>")', "Add:")
+    report.code('import thinwire\nthinwire.attach(model, dense="<p>")', "Add:")
     report.write(path)
     browser.open(path, 1280)
     browser.evaluate("navigator.clipboard.writeText = text => { document.title = text; return Promise.resolve() }")
     browser.evaluate("document.querySelector('button').click()")
-    assert browser.evaluate("document.title") == 'import thinwire thinwire.attach(model, plan="<p>")'
+    assert browser.evaluate("document.title") == 'import thinwire thinwire.attach(model, dense="<p>")'
     assert browser.complaints == []

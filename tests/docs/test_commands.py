@@ -14,8 +14,9 @@ import typer
 
 import thinwire
 from documents import ROOT, Block, Command, blocks, commands
+from loops import for_each
 from thinwire.checkpoint import Checkpointer
-from thinwire.cli.main import app
+from thinwire.lab.cli.main import app
 
 SHELL = list(blocks("sh", "bash", "console"))
 PYTHON = list(blocks("python"))
@@ -57,7 +58,7 @@ NAMED = (ast.ClassDef, ast.FunctionDef)
 THINWIRE = [command for command in COMMANDS if thinwire_words(command)]
 
 
-@pytest.mark.parametrize("command", THINWIRE, ids=str)
+@for_each(THINWIRE)
 def test_the_command_line_knows_the_command(command: Command) -> None:
     words = thinwire_words(command)
     assert words is not None
@@ -85,7 +86,7 @@ def test_parsing_finds_what_is_wrong() -> None:
             parse(words)
 
 
-@pytest.mark.parametrize("block", SHELL, ids=str)
+@for_each(SHELL)
 def test_files_that_are_read_are_there(block: Block) -> None:
     """In the repository, or written by an earlier command of the page."""
     page = [command for command in COMMANDS if command.block.path == block.path and command.block.line <= block.line]
@@ -117,7 +118,7 @@ def test_functions_that_are_named_are_there() -> None:
         assert f"\ndef {function}(" in (ROOT / file).read_text()
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=str)
+@for_each(COMMANDS)
 def test_programs_are_known(command: Command) -> None:
     program, *rest = command.words
     assert program in OTHERS, "a new program: say in OTHERS how it is checked"
@@ -133,7 +134,7 @@ def test_programs_are_known(command: Command) -> None:
 SCRIPTS = [command for command in COMMANDS if command.words[0] in ("python", "torchrun")]
 
 
-@pytest.mark.parametrize("command", SCRIPTS, ids=str)
+@for_each(SCRIPTS)
 def test_scripts_know_their_options(command: Command) -> None:
     """Those behind a script of the repository."""
     script = next((word for word in command.words if (ROOT / word).is_file()), None)
@@ -142,7 +143,7 @@ def test_scripts_know_their_options(command: Command) -> None:
         assert [option for option in options if f'"{option}"' not in (ROOT / script).read_text()] == []
 
 
-@pytest.mark.parametrize("block", PYTHON, ids=str)
+@for_each(PYTHON)
 def test_python_compiles(block: Block) -> None:
     ast.parse(_dedented(block.code), str(block))
 
@@ -154,7 +155,7 @@ INTEGRATIONS = {
 """What each integration defines, read from its source: its framework may not be installed."""
 
 
-@pytest.mark.parametrize("block", PYTHON, ids=str)
+@for_each(PYTHON)
 def test_names_in_python_exist(block: Block) -> None:
     for name in re.findall(r"(?<![\w.])thinwire((?:\.\w+)+)", block.code):
         first, *rest = name[1:].split(".")
@@ -165,7 +166,8 @@ def test_names_in_python_exist(block: Block) -> None:
         for part in (first, *rest):
             reached = getattr(reached, part, None) or importlib.import_module(f"{reached.__name__}.{part}")
     for name in re.findall(r"\bsync\.(\w+)", block.code):
-        assert hasattr(thinwire.outer.OuterLoop, name) or name in set().union(*INTEGRATIONS.values())
+        kinds = thinwire.Synchronizer, thinwire.outer.OuterLoop
+        assert any(hasattr(kind, name) for kind in kinds) or name in set().union(*INTEGRATIONS.values())
     for name in re.findall(r"\bcheckpointer\.(\w+)", block.code):
         assert hasattr(Checkpointer, name)
 

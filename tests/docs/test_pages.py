@@ -6,13 +6,16 @@ import ast
 import importlib
 import json
 import re
+import runpy
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from documents import DOCUMENTS, ROOT
+from loops import for_each
 from thinwire import errors
 from thinwire.observe.step import ParameterRecord
 
@@ -155,10 +158,22 @@ def test_the_tables_of_trainings_are_those_of_their_results(figures: ModuleType)
     assert "\n".join(figures.embedding_rows()) in (DOCS / "integrations" / "sentence-transformers.md").read_text()
 
 
+def test_results_are_kept_short_and_each_is_named() -> None:
+    """`python tools/results.py benchmarks/results/*.json` writes them so. A page may name several by a star."""
+    tool = runpy.run_path(str(ROOT / "tools" / "results.py"))
+    results = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
+    texts = {path: path.read_text() for path in results}
+    assert [path.name for path, text in texts.items() if tool["kept"](path.stem, json.loads(text)) != text] == []
+    assert sum(text.count("\n") for text in texts.values()) < 3000
+    users = [*DOCUMENTS, *(ROOT / "tools").glob("*.py"), *(ROOT / "tests").rglob("*.py")]
+    named = {name for path in users for name in re.findall(r"[\w*-]+(?=\.json)", path.read_text())}
+    assert [path.name for path in results if not any(fnmatch(path.stem, name) for name in named if name != "*")] == []
+
+
 TERMS = ("owner", "lane", "union", "densification", "skewness")
 
 
-@pytest.mark.parametrize("path", sorted(DOCS.rglob("*.md")), ids=lambda path: str(path.relative_to(DOCS)))
+@for_each(sorted(DOCS.rglob("*.md")))
 def test_a_page_that_uses_our_terms_links_to_the_glossary(path: Path) -> None:
     text = re.sub(r"`[^`\n]*`", "", re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.MULTILINE | re.DOTALL))
     used = {term for term in TERMS if re.search(rf"\b{term}s?\b", text, flags=re.IGNORECASE)}
@@ -176,7 +191,7 @@ RESULTS = {
 }
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+@for_each(DOCUMENTS)
 def test_words_that_were_replaced_do_not_come_back(path: Path) -> None:
     """Words that stood for others, and what they stood for."""
     words = {

@@ -26,6 +26,7 @@ SMALLER = {
     "analyze": "--ranks 2 --steps 2",
     "bench sync": "--link none --hosts 2 --repeat 1 --scale 0.01",
     "bench train": "--link none --hosts 2 --steps 2 --seeds 1 --extra 0",
+    "bench reproducible": "--world-sizes 1,2 --micro-batches 2 --steps 2",
     "bench checkpoint": "--link none --hosts 2 --steps 2 --repeat 1 --kills 0 --compute-ms 20",
     "doctor": "--compress none --steps 3 --no-confirm",
     "plan show": "",
@@ -40,13 +41,13 @@ INSTEAD = {"train.py": "examples/ddp_sparse.py", "train.py:make": "examples/mytr
 """Files of a reader, and ours that are like them."""
 
 NOT_RUN = {
-    "thinwire holder": "it outlives the command; tests/ranks/test_holder.py runs each of its forms",
-    "torchrun": "tests/ranks/test_examples.py and test_checkpointer.py run the examples",
-    "--no-python": "in a job of torchrun: tests/ranks/test_plan_measure.py",
-    "--design-space": "minutes, also when small: tests/net/test_bench_sync.py runs it nightly",
-    "--links": "only emulated links, which need namespaces: tests/unit/test_demo_report.py has several",
-    "--version": "tests/ranks/test_examples.py",
-    "--help": "tests/ranks/test_examples.py",
+    "thinwire holder": "it outlives the command; tests/checkpoint/holder/test_holder.py runs each of its forms",
+    "torchrun": "tests/house/test_examples.py and test_checkpointer.py run the examples",
+    "--no-python": "in a job of torchrun: tests/lab/planning/test_plan_measure.py",
+    "--design-space": "minutes, also when small: tests/lab/bench/test_bench_sync.py runs it nightly",
+    "--links": "only emulated links, which need namespaces: tests/lab/demo/test_demo_report.py has several",
+    "--version": "tests/house/test_examples.py",
+    "--help": "tests/house/test_examples.py",
 }
 """Commands that no test here runs, by words in them, and why. All of them are parsed in test_commands.py."""
 

@@ -1,4 +1,4 @@
-"""Triton kernels on a GPU against the reference: the tests of tests/gpu_laws.py, and some that need a GPU."""
+"""Triton kernels on a GPU against the reference: the tests of tests/common/gpu_laws.py, and some that need a GPU."""
 
 from __future__ import annotations
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from thinwire.cuda.device import CudaDevice
-from thinwire.cuda.staging import DeviceStaging, staging_for
+from thinwire.comm.cuda.device import CudaDevice
+from thinwire.comm.cuda.staging import DeviceStaging, staging_for
 from thinwire.errors import ThinwireError
 from thinwire.gradients.tables import TableGradient, staged
-from thinwire.sparse import SUPPORTED_DTYPES
+from thinwire.rows.sparse import SUPPORTED_DTYPES
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -29,7 +29,7 @@ def device() -> torch.device:
 @pytest.mark.parametrize("dtype", SUPPORTED_DTYPES, ids=str)
 @pytest.mark.parametrize("limit_bytes", [1 << 20, 4096])
 def test_there_and_back_whether_it_fits_or_not(device: torch.device, dtype: torch.dtype, limit_bytes: int) -> None:
-    staging = DeviceStaging(CudaDevice(device), first_bytes=4096, limit_bytes=limit_bytes, bounce_bytes=1000)
+    staging = DeviceStaging(CudaDevice(device), first_bytes=4096, limit_bytes=limit_bytes, chunk_bytes=1000)
     tensors = [torch.arange(3000, device=device), torch.randn(3000, 7, device=device).to(dtype)]
     rounds = []
     for _ in range(3):
@@ -101,7 +101,7 @@ def test_a_thread_that_works_for_the_second_device_leaves_the_first_alone() -> N
     """In a process of its own, where nothing has used the first one."""
     script = """
 import threading, torch
-from thinwire.cuda.staging import staging_for
+from thinwire.comm.cuda.staging import staging_for
 gradient = torch.ones(1000, device="cuda:1")
 staging = staging_for(gradient.device)
 handover = staging.hand_over([gradient])

@@ -29,13 +29,13 @@ Run = Callable[..., dict[str, Any]]
 def torchrun(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Run a script of the repository on ranks of this machine: ``torchrun(script, ranks, *arguments)``.
 
-    Scripts in ``tests`` get a folder as the first argument. Returned is what rank 0 wrote to ``result.json`` in it, and
-    ``stdout`` and ``stderr`` of all ranks.
+    Scripts in ``tests`` get a folder as the first argument; keywords are variables of their environment. Returned is
+    what rank 0 wrote to ``result.json`` in the folder, and ``stdout`` and ``stderr`` of all ranks.
     """
 
-    def run(script: str, ranks: int = 2, *arguments: str) -> dict[str, Any]:
+    def run(script: str, ranks: int = 2, *arguments: str, **environment: str) -> dict[str, Any]:
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-        return _run(tmp_path_factory.mktemp("ranks"), launcher, script, arguments)
+        return _run(tmp_path_factory.mktemp("ranks"), launcher, script, arguments, environment)
 
     return run
 
@@ -46,11 +46,17 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return lambda script, *arguments: _run(tmp_path_factory.mktemp("process"), [], script, arguments)
 
 
-def _run(folder: Path, launcher: list[str], script: str, arguments: tuple[str, ...]) -> dict[str, Any]:
+def _run(
+    folder: Path,
+    launcher: list[str],
+    script: str,
+    arguments: tuple[str, ...],
+    environment: dict[str, str] | None = None,
+) -> dict[str, Any]:
     given = [str(folder)] if script.startswith("tests") else []
     ran = subprocess.run(
         [sys.executable, *launcher, str(ROOT / script), *given, *arguments],
-        cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=240, check=False,
+        cwd=folder, env=ENVIRONMENT | (environment or {}), capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
     assert ran.returncode == 0, f"{script} failed:\n{ran.stdout[-4000:]}\n{ran.stderr[-8000:]}"
     written = folder / "result.json"

@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 
-pytestmark = [pytest.mark.integrations, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.integrations, pytest.mark.timeout(480)]
 
 
 def free_port() -> int:
@@ -56,7 +56,7 @@ def environment(tmp_path: Path) -> Iterator[dict[str, str]]:
 
 def run(command: list[str | Path], environment: dict[str, str], folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        list(map(str, command)), cwd=folder, env=environment, capture_output=True, text=True, timeout=240, check=False
+        list(map(str, command)), cwd=folder, env=environment, capture_output=True, text=True, timeout=420, check=False
     )
 
 

@@ -53,6 +53,20 @@ def test_replicas_by_touched_rows(torchrun: Run) -> None:
             assert place in whole or one < other / 10
 
 
+def test_outer_loops_of_replicas(torchrun: Run) -> None:
+    """Averages in every step are TorchRec's; delayed and compressed ones leave replicas alike, in fewer bytes."""
+    for rank in torchrun(SCRIPT, 4, "outer", "table_wise", "column_wise")["ranks"]:
+        assert rank["every step"]["losses"] == pytest.approx(rank["whole"]["losses"], rel=1e-5)
+        assert rank["difference"] < 1e-5
+        for how, rounds in (("every step", 1), ("delayed", 2), ("compressed", 1)):
+            stats = rank[how]["stats"]
+            assert rank[how]["apart"] == 0.0
+            ended = stats["outer/rounds"] - stats["outer/skipped_rounds"]
+            assert ended == len(rank["whole"]["losses"]) // rounds
+            assert stats["comm/bytes_sent"] < stats["comm/bytes_dense"] / 8
+            assert rank[how]["losses"] == pytest.approx(rank["whole"]["losses"], rel=2e-3)
+
+
 def test_an_embedding_bag_collection_in_plain_ddp(torchrun: Run) -> None:
     ranks = torchrun(SCRIPT, 2, "plain", "-", "-")["ranks"]
     check_equal(ranks)

@@ -79,16 +79,23 @@ class TestTransformers:
         """The training goes on, but it is another one."""
         assert hf["low_rank_lost"]["losses"][:5] == hf["low_rank"]["losses"][:5]
         assert hf["low_rank_lost"]["parameters"] != hf["low_rank"]["parameters"]
-        assert any("no thinwire.pt" in line for line in hf["lines"])
+        assert any("the checkpoint has no state of thinwire" in line for line in hf["lines"])
 
-    def test_nodes_with_disks_of_their_own_resume_what_rank_0_wrote(self, hf: dict[str, Any]) -> None:
-        """With save_on_each_node: only rank 0 has states to write, and the others get theirs from it."""
-        assert hf["all_wrote"] == [True, False]
+    def test_a_checkpoint_with_one_file_of_all_ranks_is_read(self, hf: dict[str, Any]) -> None:
+        """As earlier versions wrote it."""
+        assert hf["low_rank_of_one_file"]["parameters"] == hf["low_rank"]["parameters"]
+
+    def test_nodes_with_disks_of_their_own_resume_what_each_rank_wrote(self, hf: dict[str, Any]) -> None:
+        """With save_on_each_node."""
+        assert hf["all_wrote"] == [["thinwire-00000.pt"], ["thinwire-00001.pt"]]
         assert hf["nodes"]["losses"] == hf["low_rank"]["losses"]
         assert hf["nodes_resumed"]["parameters"] == hf["nodes"]["parameters"]
 
     def test_a_trial_saves_in_its_own_folder(self, hf: dict[str, Any]) -> None:
-        assert hf["searched"] == ["search/run-7/checkpoint-2/thinwire.pt"]
+        assert hf["searched"]["saved"] == [f"run-7/checkpoint-2/thinwire-0000{rank}.pt" for rank in (0, 1)]
+
+    def test_states_are_in_the_checkpoint_that_is_pushed_to_the_hub(self, hf: dict[str, Any]) -> None:
+        assert hf["searched"]["pushed"] == ["thinwire-00000.pt", "thinwire-00001.pt"]
 
     def test_two_callbacks_in_one_trainer_are_refused(self, hf: dict[str, Any]) -> None:
         assert hf["refused"] == "this Trainer has 2 ThinwireCallbacks: leave one out"
@@ -173,6 +180,11 @@ class TestAccelerate:
         assert accelerate[f"{name}_resumed"]["losses"] == accelerate[name]["losses"][8:]
         assert accelerate[f"{name}_resumed"]["parameters"] == accelerate[name]["parameters"]
         assert accelerate["low_rank"]["losses"] != accelerate["exact"]["losses"]
+
+    def test_each_rank_has_a_file_and_one_of_all_ranks_is_read(self, accelerate: dict[str, Any]) -> None:
+        """The latter from the custom checkpoint of earlier versions."""
+        assert accelerate["files"] == ["thinwire-00000.pt", "thinwire-00001.pt"]
+        assert accelerate["old_resumed"]["parameters"] == accelerate["low_rank"]["parameters"]
 
     def test_ranks_end_with_the_same_parameters(self, accelerate: dict[str, Any]) -> None:
         first, second = accelerate["ranks"]

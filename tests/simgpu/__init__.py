@@ -31,9 +31,14 @@ run one of your own in a test of yours::
 
 ``simulated(own=(1,))`` lets the process use cuda:1 alone. ``capturing()`` is a time in which the current stream is
 captured. Without Triton, or without TRITON_INTERPRET=1, the reference kernels run on simulated tensors; with both
-the Triton kernels do. What is not simulated: the thread of autograd that a device has (backward runs on the caller's),
-and kernels that run late: bits are those of the order in which the host issued the work, except for copies. What NumPy
-does to pinned memory counts as one read, when ``numpy()`` is called; an array that begins inside of it is not seen.
+the Triton kernels do. Nodes of backward run on the streams of their forward, as autograd's engine has it (`engine`),
+and messages of the lane order what their ends do (`network`). Counted besides: pieces that NCCL would copy byte by
+byte, pinned memory that is allocated in each step, copies that it has no room for.
+
+What is not simulated: the thread of autograd that a device has (backward runs on the caller's), and kernels that run
+late: bits are those of the order in which the host issued the work, except for copies. What NumPy does to pinned memory
+counts as one read, when ``numpy()`` is called; an array that begins inside of it is not seen. Of FSDP2 whole
+parameters are emptied and filled in place: nobody else gets their memory in between.
 """
 
 from simgpu.device import Event, Stream, World, capturing

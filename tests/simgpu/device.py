@@ -57,6 +57,20 @@ def where() -> str:
     return fallback
 
 
+def _is_called_by(part: str) -> bool:
+    frame = sys._getframe(2)
+    return part in frame.f_code.co_filename
+
+
+def _functions() -> set[str]:
+    """Names of all functions of Python that run in this thread."""
+    frame, names = sys._getframe(1), set()
+    while frame is not None:
+        names.add(frame.f_code.co_name)
+        frame = frame.f_back  # type: ignore[assignment]
+    return names
+
+
 @dataclass(frozen=True, eq=False)
 class Access:
     start: int
@@ -95,6 +109,7 @@ class Stream:
         self.priority = priority
         if not kind:
             self.world.use(self.device_index, "a stream is made")
+            kind = f"fsdp {next(self.world.numbers)}" if _is_called_by("/_fully_shard/") else ""
         self.name = f"cuda:{self.device_index} {kind or f'stream {next(self.world.numbers)}'}"
         self._queue: deque[Callable[[], None]] = deque()
         self._added = self._done = 0
@@ -169,6 +184,7 @@ class Event:
     def record(self, stream: Stream | None = None) -> None:
         world = current()
         stream = stream or world.stream()
+        world.use(stream.device_index, "an event is recorded")
         self.stream, self.device_index, self.position = stream, stream.device_index, stream._added
         self.clock = world.point(stream)
         self._moment = next(world.numbers)
@@ -255,6 +271,7 @@ class World:
         self.races: list[str] = []
         self.errors: list[str] = []
         self.waits: Counter[tuple[str, str, str]] = Counter()  # thread, what, where
+        self.waits_midway = Counter[str]()  # those inside of backward, and not at its end
         self.launches: Counter[tuple[str, str, str]] = Counter()  # thread, stream, what
         self.stashed: dict[int, list[Tensor]] = {}  # tensors of collectives of NCCL that nobody has waited for
         self.issued_nccl: dict[int, set[str]] = defaultdict(set)
@@ -263,6 +280,8 @@ class World:
         self.is_computed = False  # whether the running backward pass has nothing left to compute
         self.delayed_hooks: list[Any] = []  # futures of hooks that DDP calls after that
         self.reused = 0
+        self.pinned = Counter[str]()  # how often pinned memory was allocated, by the line
+        self.messages: Any = None  # the clocks of messages, see `simgpu.network`
         self._local = threading.local()
         self._threads = count(1)
 
@@ -301,8 +320,9 @@ class World:
         """The current stream of the calling thread on a device."""
         host = self.host()
         index = host.device if device is None else device
-        if index in host.streams:
-            return host.streams[index]
+        return host.streams[index] if index in host.streams else self.default_stream(index)
+
+    def default_stream(self, index: int) -> Stream:
         if index not in self.defaults:
             self.defaults[index] = Stream(torch.device("cuda", index), kind="default")
         return self.defaults[index]
@@ -333,6 +353,9 @@ class World:
 
     def count_wait(self, what: str) -> None:
         self.waits[self.host().name, what, where()] += 1
+        functions = _functions()
+        if "_engine_run_backward" in functions and "_end_backward" not in functions:
+            self.waits_midway[f"{what} at {where()}"] += 1
 
     def launch(self, device: int, what: str, is_late: bool = False, stream: Stream | None = None) -> Stream:
         """Book an operation on a stream, by default the current one of a device, before it is done.
@@ -391,6 +414,8 @@ class World:
         """Return uint8 [num_bytes] for the current stream: at best the block that was freed there last."""
         with self.lock:
             self.use(device, "memory is allocated")
+            if device == PINNED:
+                self.pinned[where()] += 1
             capacity = max(1, -(-num_bytes // _ROUND)) * _ROUND
             stream = "" if device == PINNED else self.stream(device).name
             self._take_back()
@@ -414,6 +439,7 @@ class World:
         looked_at, self.delayed = self.delayed, []
         for block, needed in looked_at:
             if all(known.get(actor, 0) >= tick for actor, tick in needed.items()):
+                join(block.freed_by, needed)  # whoever gets it is behind the events, though another thread saw them end
                 self._to_pool(block)
             else:
                 self.delayed.append((block, needed))
@@ -421,7 +447,29 @@ class World:
     def _to_pool(self, block: Block) -> None:
         self.pool[block.device, block.stream, block.memory.nbytes].append(block)
 
+    def empty(self, block: Block) -> None:
+        """Give the memory of a storage back that may be filled again later, as FSDP does with whole parameters."""
+        if block.is_live:
+            self._end(block)
+
+    def fill(self, block: Block) -> None:
+        """Allocate the memory of an emptied storage on the current stream; it has no past, as nobody else had it."""
+        with self.lock:
+            if not block.is_live:
+                block.is_live, block.recorded, block.accesses, block.made_in = True, set(), [], where()
+                block.stream = self.stream(block.device).name
+                block.memory[:] = 0xAB
+
     def free(self, block: Block) -> None:
+        with self.lock:
+            needed = self._end(block) if block.is_live else {}
+            if any(needed.values()):
+                self.delayed.append((block, needed))
+            else:
+                self._to_pool(block)
+
+    def _end(self, block: Block) -> Clock:
+        """Report who may still use memory that is given back; return which recorded streams have to be waited for."""
         with self.lock:
             block.is_live = False
             owner, host = self.clocks[block.stream], self.clocks[self.host().name]
@@ -438,21 +486,21 @@ class World:
                     f"FREED IN USE: memory of {block.stream} (made in {block.made_in}), which {old.actor} uses"
                     f" ({old.where}): the next tensor of {block.stream} gets it, and no record_stream prevents that"
                 )
+                if " fsdp " in block.stream:  # which waits for training before it takes its memory again, or races then
+                    continue
                 if old.actor not in block.recorded and text not in self.races:
                     self.races.append(text)
             needed = {name: self.clocks[name].get(name, 0) for name in block.recorded - {block.stream}}
             if block.device == PINNED:  # the allocator of pinned memory records events of the streams that copied
                 needed = {old.actor: old.tick for old in waited_for if old.actor.startswith("cuda")}
             block.accesses = waited_for  # whoever gets the memory next is ordered behind the others by this thread
-            if any(needed.values()):
-                self.delayed.append((block, needed))
-            else:
-                self._to_pool(block)
+            return needed
 
     def block_of(self, tensor: Tensor) -> Block | None:
         """The block that a tensor lies in, or None if it is in ordinary memory of the host."""
         if getattr(self._local, "is_blind", False):
             return None
+        tensor = getattr(tensor, "_local_tensor", tensor)  # of a DTensor
         if tensor.layout is not torch.strided:
             if tensor.layout is not torch.sparse_coo:
                 return None

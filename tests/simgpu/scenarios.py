@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import os
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,21 +15,27 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from simgpu.device import World
+from simgpu import device as simulated_device
+from simgpu.device import World, current
+from simgpu.engine import keep
 from simgpu.torch_semantics import peek, simulated
-from thinwire.checkpoint.copier import Copier, SlotStaging
+from thinwire.checkpoint.copier import Copier, SlotStaging, Target
 from thinwire.checkpoint.cycle import Cycle, Worker
 from thinwire.checkpoint.state.encode import StateEncoder
 from thinwire.checkpoint.state.layout import TensorSlice, view_of
 from thinwire.checkpoint.state.snapshot import TrainingState
+from thinwire.comm.cuda.device import CudaDevice
+from thinwire.comm.cuda.staging import DeviceStaging
 from thinwire.comm.process_group import Handover
 from thinwire.compress.base import Parameter
-from thinwire.cuda.device import CudaDevice
-from thinwire.cuda.staging import DeviceStaging
 from thinwire.lab.testbed.launch import RankContext
 from thinwire.outer.recipe import OuterRecipe, diloco, local_sgd
 from thinwire.plan.plan import Group, Plan, fingerprint
@@ -39,8 +46,12 @@ WIDTH = 16
 class Model(nn.Module):
     """Tables and layers; a batch of ids of any length uses them all."""
 
-    def __init__(self, tables: tuple[int, ...], layers: tuple[int, ...], sparse: bool, bias: bool) -> None:
+    def __init__(
+        self, tables: tuple[int, ...], layers: tuple[int, ...], sparse: bool, bias: bool, lookups: int = 1,
+        has_towers: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
+        self.lookups, self.has_towers = lookups, has_towers
         self.tables = nn.ModuleList(nn.Embedding(rows, WIDTH, sparse=sparse) for rows in tables)
         sizes = (WIDTH, *layers)
         self.layers = nn.ModuleList(nn.Linear(*pair, bias=bias) for pair in itertools.pairwise(sizes))
@@ -48,9 +59,27 @@ class Model(nn.Module):
     def forward(self, ids: Tensor, skips: bool = False) -> Tensor:
         found = 0.01 * ids[:, None].expand(len(ids), WIDTH)
         for table in list(self.tables)[: len(self.tables) - skips or None]:
-            found = found + table(ids % table.num_embeddings)
+            rows = partial(self._rows, table, ids)
+            for lookup in range(self.lookups):
+                found = found + (rows(lookup) if lookup % 2 or not self.has_towers else self._beside(rows, lookup))
         for layer in list(self.layers)[: len(self.layers) - skips or None]:
             found = torch.tanh(layer(found.to(layer.weight.dtype)))
+        return found
+
+    @staticmethod
+    def _rows(table: nn.Embedding, ids: Tensor, lookup: int) -> Tensor:
+        return table((7 * lookup + ids) % table.num_embeddings)
+
+    def _beside(self, rows: Callable[[int], Tensor], lookup: int) -> Tensor:
+        """Look up on another stream, as the second of two towers."""
+        if not next(self.parameters()).is_cuda:
+            return rows(lookup)
+        main, side = torch.cuda.current_stream(), torch.cuda.Stream()
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            found = rows(lookup)
+        main.wait_stream(side)
+        found.record_stream(main)
         return found
 
 
@@ -62,16 +91,23 @@ class Scenario:
         tables: rows of each table.
         layers: outputs of each linear layer.
         compress: a compressor of `thinwire.compress` and its argument.
-        options: further arguments of `thinwire.attach`.
         plan: how many groups a plan has; None for none.
         nccl: whether the model's group has NCCL.
         optional: whether the last layer and table are left out by rank 0 in odd steps.
         ddp: arguments of DDP; None for a plain module.
         devices: the device of each rank.
+        hosts: the host of each rank; None: all are on one.
+        dense: how dense gradients are summed; None: as other fields say.
         is_exact: whether means are those of the gradients; else they are compared with those of thinwire on the host.
         batch: ids in a batch, in the first step, and how many more in each further one and on each further rank.
+        batches: ids in a batch of each step, in place of that.
+        lookups: how often a forward looks up each table.
+        has_towers: whether every other lookup is on another stream.
+        is_on_side: whether all of each step is on another stream than the model was wrapped on.
         outer: a recipe of `thinwire.outer`; then parameters after each step are compared in place of means.
-        arena: capacities of the lane's pinned memory: first, limit, bounce and chunk bytes.
+        arena: capacities of the lane's pinned memory: first, limit and chunk bytes.
+        mesh: replicas and shards of FSDP2, which may be one number, of shards; () without it.
+        is_ignored: whether FSDP2 leaves tables out.
     """
 
     name: str
@@ -81,21 +117,30 @@ class Scenario:
     bias: bool = True
     scheme: str = "zen"
     compress: tuple[str, float] | None = None
-    options: tuple[tuple[str, Any], ...] = ()
+    dense: str | None = None
     plan: int | None = None
     nccl: bool = False
     optional: bool = False
     ddp: dict[str, Any] | None = None
     devices: tuple[int, ...] = (0, 1)
+    hosts: tuple[int, ...] | None = None
     dtype: torch.dtype = torch.float32
     steps: int = 4
     batch: tuple[int, int, int] = (3, 7, 1)
+    batches: tuple[int, ...] = ()
+    lookups: int = 1
+    has_towers: bool = False
+    is_on_side: bool = False
     is_exact: bool = True
     outer: OuterRecipe | None = None
-    arena: tuple[int, int, int, int] | None = None
+    arena: tuple[int, int, int] | None = None
+    mesh: tuple[int, ...] = ()
+    is_ignored: bool = False
 
     def size(self, rank: int, step: int) -> int:
         first, later, others = self.batch
+        if self.batches:
+            return self.batches[step % len(self.batches)] + others * rank
         return max(1, first + later * step + others * rank)
 
     def skips(self, rank: int, step: int) -> bool:
@@ -110,8 +155,10 @@ class Report:
         wrong: parameters whose mean was wrong, with the step.
         waits: how often the training's thread waited for the device, by what and where, in the last step.
         num_waits: how often it did so in each step, in lines of thinwire other than of reference kernels.
+        midway: waits inside of backward, and not at its end, after the first two steps.
         lane_waits: the same of all other threads.
         launches: operations on each stream in the last step.
+        pinned: how often the lane allocated pinned memory in each step.
         reused: how often memory was handed out again.
         intruders: work of other threads on the stream of training, and copies for which a thread waits.
         trace: where an exception came from.
@@ -122,8 +169,10 @@ class Report:
     wrong: list[str] = field(default_factory=list)
     waits: dict[str, int] = field(default_factory=dict)
     num_waits: list[int] = field(default_factory=list)
+    midway: list[str] = field(default_factory=list)
     lane_waits: dict[str, int] = field(default_factory=dict)
     launches: dict[str, int] = field(default_factory=dict)
+    pinned: list[int] = field(default_factory=list)
     reused: int = 0
     intruders: list[str] = field(default_factory=list)
     trace: str = ""
@@ -131,7 +180,7 @@ class Report:
     @property
     def found(self) -> list[str]:
         """All that must not be."""
-        return [*self.races, *self.errors, *self.wrong, *self.intruders]
+        return [*self.races, *self.errors, *self.wrong, *self.intruders, *self.midway]
 
 
 def run(context: RankContext, names: list[str]) -> list[Report]:
@@ -142,14 +191,16 @@ def run(context: RankContext, names: list[str]) -> list[Report]:
 def run_one(context: RankContext, scenario: Scenario) -> Report:
     """Train a few steps on this rank's device."""
     index = scenario.devices[context.rank]
-    expected = [] if scenario.is_exact else list(_train(context, scenario, torch.device("cpu")))
+    os.environ["THINWIRE_HOST"] = "here" if scenario.hosts is None else str(scenario.hosts[context.rank])
+    on_host = iter(()) if scenario.is_exact else _train(context, scenario, torch.device("cpu"))
+    expected = [[whole(mean) for mean in means if mean is not None] for _, means, _ in on_host]
     with simulated(own=(index,), nccl=scenario.nccl) as world:
         report = Report(world.races, world.errors)
         torch.cuda.set_device(index)
         try:
             training = _train(context, scenario, torch.device("cuda", index), report, world)
             for step, (names, means, right) in enumerate(training):
-                right = right if scenario.is_exact else [mean for mean in expected[step][1] if mean is not None]
+                right = right if scenario.is_exact else expected[step]
                 report.wrong += _wrong(step, names, means, right, scenario.dtype)
         except Exception as error:
             report.errors.append(f"{type(error).__name__}: {error}")
@@ -165,7 +216,7 @@ def _finish(report: Report, world: World) -> None:
         if thread != "main" and stream.endswith(" default") and "nccl" not in stream:
             report.intruders.append(f"{count} times {what} of {thread} on the stream of training")
     for (thread, what, where), count in world.waits.items():
-        if what in ("blocking copy", "pageable copy") and where.startswith(("cuda/", "checkpoint/")):
+        if what in ("blocking copy", "pageable copy") and where.startswith(("comm/cuda/", "checkpoint/")):
             report.intruders.append(f"{count} times a {what} of {thread} at {where}")
 
 
@@ -183,32 +234,64 @@ def _train(
     model, twin = (_make(scenario) for _ in range(2))
     model = model.to(device)
     wrapped = model if scenario.ddp is None else DistributedDataParallel(model, **scenario.ddp)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    outer: Any = {} if scenario.outer is None else {"outer": scenario.outer, "optimizer": optimizer}
-    sync = thinwire.attach(wrapped, scenario.scheme, **_options(scenario, model), **outer)
+    if scenario.mesh:
+        _shard(model, scenario, device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False if scenario.is_ignored else None)
+    options = scenario.scheme, _dense(scenario, model)
+    sync: Any
+    if scenario.outer is None:
+        sync = thinwire.attach(wrapped, *options)
+    else:
+        sync = thinwire.outer.attach(wrapped, optimizer, scenario.outer, *options)
     if scenario.arena is not None and device.type == "cuda":
         _shrink(sync, scenario.arena)
     names = [name for name, _ in model.named_parameters()]
+    kept = [] if world is None or scenario.ddp is None else keep(model.parameters(), world.stream())
+    side = torch.cuda.Stream() if scenario.is_on_side and world is not None else None
     try:
         for step in range(scenario.steps):
             with nullcontext() if world is None else world.blind():
                 batches = [_batch(scenario, rank, step) for rank in range(context.world_size)]
                 expected = _expected(scenario, step, twin, model, batches) if scenario.is_exact else []
-            before = None if world is None else (world.waits.copy(), world.launches.copy())
-            optimizer.zero_grad()
-            ids = batches[context.rank]
-            if device.type == "cuda":
-                ids = ids.pin_memory().to(device, non_blocking=True)
-            wrapped(ids, scenario.skips(context.rank, step)).square().mean().backward()
-            means = [None if entry.grad is None else entry.grad.clone() for entry in model.parameters()]
-            optimizer.step()
-            means = means if scenario.outer is None else [entry.detach().clone() for entry in model.parameters()]
+            before = None if world is None else (world.waits.copy(), world.launches.copy(), world.pinned.copy())
+            midway = Counter[str]() if world is None else world.waits_midway.copy()
+            with nullcontext() if side is None else torch.cuda.stream(side):
+                if side is not None and step == 0:
+                    side.wait_stream(torch.cuda.default_stream())
+                optimizer.zero_grad()
+                ids = batches[context.rank]
+                if device.type == "cuda":
+                    ids = ids.pin_memory().to(device, non_blocking=True)
+                wrapped(ids, scenario.skips(context.rank, step)).square().mean().backward()
+                means = [None if entry.grad is None else entry.grad.clone() for entry in model.parameters()]
+                if world is not None and scenario.mesh and step > 1:
+                    report.midway += [
+                        f"WAIT in backward: {wait}" for wait in world.waits_midway - midway if is_ours(wait)
+                    ]
+                optimizer.step()
+                means = means if scenario.outer is None else [entry.detach().clone() for entry in model.parameters()]
             if report is not None and world is not None and before is not None:
                 _note(report, world.waits - before[0], world.launches - before[1])
+                made = world.pinned - before[2]
+                report.pinned.append(sum(made[where] for where in made if where.startswith("comm/cuda/")))
             yield names, means, expected
             del means
+        if report is not None:
+            _count(report, scenario, sync.stats())
     finally:
+        del kept
+        if side is not None:
+            torch.cuda.current_stream().wait_stream(side)
         sync.detach()
+
+
+def _count(report: Report, scenario: Scenario, stats: Mapping[str, float]) -> None:
+    """Check the counts of a training that is over: pinned memory is made once, and has room for what is copied."""
+    overflow = stats.get("cuda/overflow_rounds", 0.0)
+    if scenario.arena != TINY and overflow:
+        report.wrong.append(f"WRONG COUNT: {overflow:.0f} copies did not fit into pinned memory")
+    if len(report.pinned) > 2 and all(report.pinned[2:]):
+        report.wrong.append(f"WRONG COUNT: pinned memory is allocated in each step: {report.pinned}")
 
 
 def _batch(scenario: Scenario, rank: int, step: int) -> Tensor:
@@ -216,11 +299,12 @@ def _batch(scenario: Scenario, rank: int, step: int) -> Tensor:
     return torch.randint(0, 10_000, (scenario.size(rank, step),), generator=data)
 
 
-def _options(scenario: Scenario, model: nn.Module) -> dict[str, Any]:
-    options = dict(scenario.options)
+def _dense(scenario: Scenario, model: nn.Module) -> Any:
+    if scenario.dense is not None:
+        return scenario.dense
     if scenario.compress is not None:
         name, argument = scenario.compress
-        options["compress"] = getattr(thinwire.compress, name)(argument)
+        return getattr(thinwire.compress, name)(argument)
     if scenario.plan is not None:
         tables = {name for name, _ in model.named_parameters() if name.startswith("tables")}
         named = {name: entry for name, entry in model.named_parameters() if name not in tables}
@@ -231,23 +315,50 @@ def _options(scenario: Scenario, model: nn.Module) -> dict[str, Any]:
             for place, group in enumerate(groups)
         )
         parameters = [Parameter(name, tuple(entry.shape)) for name, entry in named.items()]
-        options["plan"] = Plan(
+        return Plan(
             world_size=2, fingerprint=fingerprint(parameters), predicted_seconds=1.0, dense_seconds=2.0, groups=made
         )
-    return options
+    return "native" if scenario.outer is not None else "auto"
 
 
 def _make(scenario: Scenario) -> nn.Module:
     torch.manual_seed(0)
-    return Model(scenario.tables, scenario.layers, scenario.sparse, scenario.bias).to(scenario.dtype)
+    model = Model(
+        scenario.tables, scenario.layers, scenario.sparse, scenario.bias, scenario.lookups, scenario.has_towers
+    )
+    return model.to(scenario.dtype)
 
 
-def _shrink(sync: Any, arena: tuple[int, int, int, int]) -> None:
-    from thinwire.cuda.arena import Arena
+def _shard(model: nn.Module, scenario: Scenario, device: torch.device) -> None:
+    """Call `fully_shard` on each layer and on the model."""
+    names = ("replicate", "shard")[-len(scenario.mesh) :]
+    options: dict[str, Any] = {"mesh": init_device_mesh(device.type, scenario.mesh, mesh_dim_names=names)}
+    if scenario.is_ignored:
+        options["ignored_params"] = thinwire.embedding_tables(model)
+    for layer in model.layers:  # type: ignore[union-attr]
+        fully_shard(layer, **options)  # type: ignore[arg-type]
+    fully_shard(model, **options)
 
-    staging, (first, limit, bounce, chunk) = sync._staging, arena
+
+def whole(tensor: Tensor) -> Tensor:
+    """A copy on the host, unseen by the simulation; of a DTensor all parts of all ranks."""
+    if simulated_device._current is None:
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return peek(tensor)
+    parts: list[Any] = [None] * tensor.device_mesh.shape[-1]
+    mine = peek(tensor._local_tensor)
+    with current().blind():
+        dist.all_gather_object(parts, mine, tensor.device_mesh.get_group(tensor.device_mesh.ndim - 1))
+        return torch.cat(parts)
+
+
+def _shrink(sync: Any, arena: tuple[int, int, int]) -> None:
+    from thinwire.comm.cuda.arena import Arena
+
+    staging, (first, limit, chunk) = sync._staging, arena
     staging._arena = Arena(staging._device.pinned, first, limit)
-    staging._bounce_bytes, staging._chunk_bytes = bounce, chunk
+    staging._chunk_bytes = chunk
 
 
 def _expected(
@@ -255,7 +366,7 @@ def _expected(
 ) -> list[Tensor]:
     """The mean gradients of all ranks, in float64, from a twin of the model on the host."""
     for mine, theirs in zip(twin.parameters(), model.parameters(), strict=True):
-        mine.data.copy_(peek(theirs))
+        mine.data.copy_(whole(theirs))
     sums = [torch.zeros(entry.shape, dtype=torch.float64) for entry in twin.parameters()]
     for rank, batch in enumerate(batches):
         twin.zero_grad()
@@ -272,8 +383,9 @@ def _wrong(
     tolerance = {torch.float32: 1e-5, torch.float64: 1e-12}.get(dtype, 2e-2)
     for name, mean, exact in zip(names, means, expected, strict=True):
         right = (exact.to_dense() if exact.is_sparse else exact).double()
-        got = torch.zeros_like(right) if mean is None else peek(mean)
-        if not torch.allclose(got.double(), right, rtol=tolerance, atol=tolerance):
+        got = torch.zeros_like(right) if mean is None else whole(mean)
+        largest = float(right.abs().max()) if right.numel() else 0.0  # a row of a large batch has a small gradient
+        if not torch.allclose(got.double(), right, rtol=tolerance, atol=tolerance * largest):
             yield f"WRONG MEAN of {name} in step {step}: off by {float((got.double() - right).abs().max()):.1e}"
 
 
@@ -294,7 +406,11 @@ def _note(report: Report, waits: Counter[Any], launches: Counter[Any]) -> None:
 
 
 LOCAL_SGD, STREAMING = local_sgd(every=2), diloco(every=4, fragments=2, delay=1, mix=0.5)
-TINY = (1024, 4096, 512, 512)
+TINY, TIGHT = (1024, 4096, 512), (1 << 13, 1 << 13, 512)
+"""Pinned memory that has no room for a job, and that has room for one, if it is taken back after each."""
+OF_THE_HOST = "column_split"
+"""A scheme that the collectives of a group do not run."""
+TWO_HOSTS: dict[str, Any] = {"devices": (0, 1, 2, 3), "hosts": (0, 0, 1, 1)}
 SCENARIOS = {
     scenario.name: scenario
     for scenario in (
@@ -304,12 +420,12 @@ SCENARIOS = {
         Scenario("plain, sparse", tables=(600, 50), sparse=True),
         Scenario("plain, compressed alone", (), (64,), bias=False, compress=("top_k", 0.3), is_exact=False),
         Scenario("plain, compressed and exact", layers=(64, 7), compress=("top_k", 0.3), is_exact=False),
-        Scenario("plain, fused", (), (64, 64), compress=("top_k", 0.3), options=(("ahead", False),), is_exact=False),
         Scenario("plain, planned", layers=(64, 64, 7), plan=3, is_exact=False),
         Scenario("plain, unused on a rank", tables=(600, 400), optional=True),
         Scenario("plain, half", dtype=torch.bfloat16),
         Scenario("plain, one device", devices=(0, 0)),
         Scenario("plain, overflow", tables=(3000,), batch=(30, 40, 1), arena=TINY),
+        Scenario("plain, tight", layers=(), arena=TIGHT),
         Scenario("plain, dense", scheme="dense"),
         Scenario("ddp, layers", tables=(), ddp={}),
         Scenario("ddp, tables and layers", tables=(600, 300), ddp={}),
@@ -320,6 +436,10 @@ SCENARIOS = {
         Scenario("ddp, agsparse", scheme="agsparse", ddp={"gradient_as_bucket_view": True}),
         Scenario("ddp, compressed", layers=(64, 7), compress=("top_k", 0.3), ddp={}, is_exact=False),
         Scenario("ddp, small buckets", layers=(40, 40, 40), ddp={"bucket_cap_mb": 0.002}, arena=TINY),
+        Scenario("ddp, lossless", layers=(640, 7), dense="lossless", ddp={}),
+        Scenario("nccl, lossless", layers=(640, 7), dense="lossless", ddp={}, nccl=True),
+        Scenario("ddp, priced", (), (640, 7), dense="auto", ddp={}, nccl=True, hosts=(0, 1), steps=8),
+        Scenario("plain, lossless", layers=(640, 7), dense="lossless"),
         Scenario("ddp, static graph", ddp={"static_graph": True}),
         Scenario("ddp, unused", tables=(600, 400), optional=True, ddp={"find_unused_parameters": True}),
         Scenario("nccl, layers", tables=(), ddp={}, nccl=True),
@@ -327,9 +447,21 @@ SCENARIOS = {
         Scenario("nccl, small buckets", layers=(40, 40, 40), ddp={"bucket_cap_mb": 0.002}, nccl=True),
         Scenario("nccl, sparse", tables=(600, 50), sparse=True, ddp={}, nccl=True),
         Scenario("nccl, plain", nccl=True),
-        Scenario("nccl, over the lane", scheme="two_level:zen", ddp={}, nccl=True),
+        Scenario("nccl, over the lane", scheme=OF_THE_HOST, ddp={}, nccl=True),
+        Scenario("nccl, two levels", (600, 300), scheme="two_level:zen", ddp={}, nccl=True, **TWO_HOSTS),
+        Scenario(
+            "nccl, two levels, sparse", (600, 50), sparse=True, scheme="two_level:agsparse", nccl=True, **TWO_HOSTS
+        ),
         Scenario("nccl, tables alone", tables=(600, 300), layers=(), nccl=True),
         Scenario("nccl, growing", tables=(600, 300), batch=(2, 60, 1), steps=6, ddp={}, nccl=True),
+        Scenario("nccl, grows and shrinks", (3000,), batches=(900, 10, 900, 3, 2500, 2), steps=6, ddp={}, nccl=True),
+        Scenario("nccl, lookups", lookups=3, ddp={}, nccl=True),
+        Scenario("plain, lookups", (600, 300), lookups=3),
+        Scenario("plain, towers", (600, 300), lookups=2, has_towers=True),
+        Scenario("nccl, towers", (600, 300), lookups=3, has_towers=True, ddp={}, nccl=True),
+        Scenario("plain, on a side stream", (600, 300), is_on_side=True),
+        Scenario("ddp, on a side stream", (600, 300), ddp={}, is_on_side=True),
+        Scenario("nccl, on a side stream", (600, 300), ddp={}, nccl=True, is_on_side=True),
         Scenario("nccl, unused", tables=(600, 400), optional=True, steps=6, nccl=True),
         Scenario("nccl, half", dtype=torch.bfloat16, ddp={}, nccl=True),
         Scenario("nccl, agsparse", scheme="agsparse", ddp={"gradient_as_bucket_view": True}, nccl=True),
@@ -348,6 +480,15 @@ SCENARIOS = {
         ),
         Scenario("outer, half", outer=STREAMING, dtype=torch.bfloat16, nccl=True, steps=6, is_exact=False),
         Scenario("nccl, compressed", layers=(64, 7), compress=("top_k", 0.3), ddp={}, nccl=True, is_exact=False),
+        Scenario("fsdp, shards", (3000, 600), mesh=(2,), nccl=True, lookups=2),
+        Scenario("fsdp, compressed", (), (64, 64, 64), mesh=(2,), nccl=True, compress=("top_k", 0.3), is_exact=False),
+        Scenario(
+            "fsdp, compressed whole", (), (64, 7), mesh=(2, 1), nccl=True, compress=("top_k", 0.3), is_exact=False
+        ),
+        Scenario("fsdp, lossless", (), (640, 7), mesh=(2,), nccl=True, dense="lossless"),
+        Scenario("fsdp, ignored", (600, 300), mesh=(2,), nccl=True, is_ignored=True),
+        Scenario("fsdp, whole", (600, 300), mesh=(2, 1), nccl=True),
+        Scenario("fsdp, replicas", (6000, 2500), mesh=(2, 2), nccl=True, **{**TWO_HOSTS, "hosts": None}),
     )
 }
 
@@ -395,7 +536,7 @@ def staging_alone() -> Report:
         report = Report(world.races, world.errors)
         torch.cuda.set_device(1)
         target = torch.device("cuda", 1)
-        staging = DeviceStaging(CudaDevice(target), 1 << 12, 1 << 12, 512, 512)
+        staging = DeviceStaging(CudaDevice(target), 1 << 12, 1 << 12, 512)
         lane = Worker("lane")
 
         def job(handover: Handover) -> list[Tensor]:
@@ -465,7 +606,7 @@ def copy_of_a_state() -> Report:
             encoded, payload = encoder.encode(training.capture(step)), memoryview(slots[step % 2])
             with world.blind():
                 expected = [peek(tensor) for tensor in encoded.tensors]
-            copy = copier.begin(encoded, payload, slot=step % 2)
+            copy = copier.begin(encoded, Target(payload))
             cycle._copying = worker.submit(
                 lambda copy=copy, step=step: (step, 0.0, "" if copy.finish() else "it was written to")
             )

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -134,8 +135,20 @@ def run(world: World, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     writes, is_view = _schema(func)
     if is_view:
         return func(*args, **kwargs)
+    if "_sparse_coo_tensor" in name and len(given) > 1:
+        _check_ids(world, given[0], next((one for one in args if isinstance(one, (list, tuple, torch.Size))), None))
     with world.lock:
         return _run(world, func, name, args, kwargs, given, blocks, asked, writes)
+
+
+def _check_ids(world: World, ids: Tensor, shape: Any) -> None:
+    """Report ids of no row, with which torch would write elsewhere, and end the process."""
+    with world.blind(), torch.no_grad():
+        most = ids.amax(1).tolist() if ids.numel() else []
+        least = int(ids.amin()) if ids.numel() else 0
+    if least < 0 or any(one >= size for one, size in zip(most, shape or (), strict=False)):
+        world.error(f"ids up to {most} of a sparse tensor of shape {list(shape)}")
+        raise IndexError("ids out of range")
 
 
 def _caller() -> tuple[str, str]:
@@ -348,6 +361,10 @@ class Mode(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         world = simulated_device._current
         if world is None:  # a thread that outlives the simulation
+            return func(*args, **(kwargs or {}))
+        if any(issubclass(one, DTensor) for one in types):  # whose parts come here again
+            return NotImplemented
+        if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:  # finds out about shapes
             return func(*args, **(kwargs or {}))
         return run(world, func, args, kwargs or {})
 

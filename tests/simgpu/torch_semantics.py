@@ -21,12 +21,16 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
 from torch.futures import Future
 from torch.utils._pytree import tree_leaves
 
 from simgpu import device as simulated_device
+from simgpu import engine
 from simgpu.device import DeviceContext, Event, Stream, StreamContext, World, current, index_of, where
+from simgpu.network import ordered
 from simgpu.tensors import Mode, device_of, is_simulated, issue, patched_tensors, touch
+from thinwire.gradients.sharded.layout import Replicas
 
 _C_Future = torch._C.Future
 
@@ -163,8 +167,9 @@ def _backward_pass(self: Tensor, *args: Any, **kwargs: Any) -> None:
     def begin(_: Tensor) -> None:
         torch.autograd.Variable._execution_engine.queue_callback(lambda: setattr(world, "is_computed", True))
 
-    self.register_hook(begin)
-    _backward(self, *args, **kwargs)
+    with engine.ordered(world, self):
+        self.register_hook(begin)
+        _backward(self, *args, **kwargs)
     world.is_computed = False
 
 
@@ -275,8 +280,10 @@ class Work:
 
 _COLLECTIVES = (
     "all_reduce", "all_to_all_single", "all_gather_into_tensor", "all_gather_single", "all_gather", "broadcast",
-    "reduce_scatter_tensor",
+    "reduce_scatter_tensor", "reduce_scatter_single",
 )  # fmt: skip
+_COPIED_AT_ONCE = 16
+"""Bytes that NCCL copies at once from and to addresses that are multiples of them."""
 _PLACE = {
     "all_reduce": 2, "all_to_all_single": 4, "all_gather_into_tensor": 2, "all_gather_single": 2, "all_gather": 2,
     "broadcast": 2,
@@ -291,10 +298,15 @@ def _over_nccl(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         world = current()
         is_method = name == "allreduce_coalesced"
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if not world.has_nccl or not any(map(is_simulated, tensors)):
+        is_ours = any(isinstance(one, Replicas) for one in (*args, *kwargs.values()))  # which calls others itself
+        if is_ours or not world.has_nccl or not any(map(is_simulated, tensors)):
             return real(*args, **kwargs)
         if not all(map(is_simulated, tensors)):
             raise RuntimeError(f"No backend type associated with device type cpu ({name} over NCCL)")
+        if name == "all_to_all_single":
+            sizes = {size for of_ranks in args[2:4] for size in of_ranks} - {0}
+            if len(sizes) > 1 and any(size % _COPIED_AT_ONCE for size in sizes):  # a record has one size
+                world.error(f"NCCL copies single bytes of pieces of {sorted(sizes)} bytes")
         is_async = is_method or kwargs.pop("async_op", False)
         place = 0 if is_method else _PLACE.get(name, len(args))
         group = kwargs.get("group") or (args[place] if len(args) > place else None)
@@ -309,6 +321,28 @@ def _over_nccl(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         return Work(stream, tensors) if is_async else None
 
     return call
+
+
+# --- FSDP2, which empties and fills storages of whole parameters
+
+
+def _storage(change: Callable[[World, Any], None], real: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+    def changed(tensor: Tensor) -> None:
+        block = current().block_of(tensor)
+        if block is None:
+            real(tensor)
+        else:
+            change(current(), block)
+
+    return changed
+
+
+def _fsdp(cleanup: ExitStack) -> None:
+    changes = {"alloc_storage": World.fill, "free_storage": World.empty}
+    for module in (_fsdp_param, _fsdp_param_group):
+        for name, change in changes.items():
+            if hasattr(module, name):
+                cleanup.enter_context(patch.object(module, name, _storage(change, getattr(module, name))))
 
 
 # --- torch.cuda
@@ -349,9 +383,10 @@ _CUDA: dict[str, Any] = {
     "Stream": Stream,
     "Event": Event,
     "StreamContext": StreamContext,
-    "stream": StreamContext,
+    "stream": engine.Noting,
     "set_stream": lambda stream: current().set_stream(stream),
     "current_stream": _current_stream,
+    "default_stream": lambda device=None: current().default_stream(index_of(device)),
     "synchronize": _synchronize,
     "is_current_stream_capturing": lambda: current().stream() == current().captured,
     "get_device_capability": lambda device=None: (9, 0),
@@ -453,6 +488,8 @@ def simulated(own: tuple[int, ...] = (0, 1), nccl: bool = False) -> Iterator[Wor
         cleanup.enter_context(patch.object(threading.Event, "set", _set))
         cleanup.enter_context(patch.object(threading.Event, "wait", _event_waits))
         _kernels(cleanup)
+        _fsdp(cleanup)
+        cleanup.enter_context(ordered(world))
         cleanup.enter_context(patched_tensors())
         cleanup.enter_context(Mode())
         yield world

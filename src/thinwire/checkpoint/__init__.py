@@ -14,10 +14,17 @@ from thinwire.checkpoint.placement import placement, recovery_probability
 if TYPE_CHECKING:
     from thinwire.checkpoint.checkpointer import Checkpointer
     from thinwire.checkpoint.dcp.memory import MemoryReader, MemoryWriter
+    from thinwire.checkpoint.options import CheckpointPolicy, Disk, Storage
 
-__all__ = ["Checkpointer", "MemoryReader", "MemoryWriter", "placement", "recovery_probability"]
+_MODULES = {
+    "Checkpointer": "checkpointer", "CheckpointPolicy": "options", "Disk": "options", "Storage": "options",
+    "MemoryReader": "dcp.memory", "MemoryWriter": "dcp.memory",
+}  # fmt: skip
 
-_MODULES = {"Checkpointer": "checkpointer", "MemoryReader": "dcp.memory", "MemoryWriter": "dcp.memory"}
+__all__ = [
+    "CheckpointPolicy", "Checkpointer", "Disk", "MemoryReader", "MemoryWriter", "Storage",
+    "placement", "recovery_probability",
+]  # fmt: skip
 
 
 if not TYPE_CHECKING:  # which would take any name for one of ours

@@ -8,38 +8,38 @@ stays.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
-import time
-from collections import Counter
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 
-from thinwire.checkpoint.copier import copy_of
+from thinwire.checkpoint.copier import Target, copy_of
 from thinwire.checkpoint.dcp.tier import PersistentTier
-from thinwire.checkpoint.group import failures_of, gather
+from thinwire.checkpoint.group import failures_of, gather, gather_json, odd_ranks
+from thinwire.checkpoint.holder.client import SlotWriter
+from thinwire.checkpoint.holder.version import CHUNK_BYTES, Manifest, ShardId, chunk_count
 from thinwire.checkpoint.pacing.gaps import Pacer
 from thinwire.checkpoint.pacing.governor import Governor
 from thinwire.checkpoint.records import Notices
 from thinwire.checkpoint.registration import Registration
 from thinwire.checkpoint.state.coding import Codes
 from thinwire.checkpoint.state.encode import Encoded
+from thinwire.checkpoint.state.layout import aligned
 from thinwire.errors import ThinwireError
-from thinwire.holder.client import HolderClient, SlotWriter
 
 logger = logging.getLogger("thinwire")
 
 FAILURES = (ThinwireError, ValueError, OSError, RuntimeError)
 _RETRY_STEPS = 10  # until refused slots are requested again
-_HURRY_SHARE = 0.02  # of an iteration: longest wait for the rest of a version before the next one is skipped for it
 _POLL_SECONDS = 0.001
 _POLL_SHARE = 0.02  # of an iteration, between two looks at what is sent: each costs trainer and holder 0.3 ms
 _RECONNECT_SECONDS = 0.05
-_SURE = 3  # times that the ranks were the same before a difference is an error
-_TOLD = 2  # versions that each rank tells the digests of: those in its slots
+_REPORTED = 2  # versions of which each rank sends the digests: those in its slots
 _GONE = "the holder of this host is gone"
 
 
@@ -50,6 +50,7 @@ class Turn:
     ``registers``: whether all ranks have to call `Agreement.register` first. ``stride``: multiples of ``every`` until
     the next checkpoint; 0 to try again at once. ``raises``: error for `Checkpointer.step` to raise, on all ranks.
     ``coded``: whether the version is to be coded: on all ranks or on none, so that digests of the same state are equal.
+    ``compares``: whether ranks should be alike, so that the version has a digest to compare.
     """
 
     skipped: str = ""
@@ -58,60 +59,74 @@ class Turn:
     stride: int = 0
     raises: Exception | None = None
     coded: bool = False
+    compares: bool = True
+
+
+def tail_offset(writer: SlotWriter, encoded: Encoded) -> int:
+    """Return where in a state the payload of its slot begins: after what is kept in common with other ranks."""
+    return 0 if writer.common is None else aligned(encoded.shared_bytes)
 
 
 class Divergence:
     """The search for ranks that differ in what all ranks should have alike: parameters, and the optimizer's state.
 
-    Data parallelism keeps them the same to the bit, so that a rank that differs computed or kept something wrong. If
-    the ranks differ before they were the same three times, they train different models or parts, or synchronize now and
-    then only: that is no error, and nothing is compared any more.
+    Data parallelism keeps them the same to the bit, so that a rank that differs computed or kept something wrong. Ranks
+    that differ at the first comparison, and were never known to be the same, train different models or parts, or
+    synchronize now and then only: then nothing is compared any more (``is_off``). Ranks that do so and are the same at
+    the first comparison are so at all of them: both steps are multiples of the period.
 
-    ``certified`` is the newest step at which all were the same, ``diverged`` the ranks that differ, ``text`` says so.
+    ``certified`` is the newest step at which all were the same, which may be before this start of the run, or -1;
+    ``diverged`` the ranks that differ; ``text`` says what there is to say.
     """
 
-    def __init__(self) -> None:
-        self.certified, self.text = -1, ""
+    def __init__(self, certified: int = -1) -> None:
+        self.certified, self.text = certified, ""
         self.diverged: tuple[int, ...] = ()
-        self._equal, self._newest = 0, -1
+        self.is_off, self._newest = False, -1
 
-    def compare(self, told: Sequence[Sequence[int]]) -> bool:
-        """Compare the newest step that all ranks have told of, and return whether they differ and did not before.
+    def compare(self, gathered: Sequence[Sequence[int]], groups: Sequence[int] = ()) -> bool:
+        """Compare the steps that all ranks have sent, those of a group with each other, and return whether ``text`` is
+        new.
 
-        Each rank tells steps and digests in turn, or zeros.
+        Each rank sends steps and digests in turn, or zeros.
         """
-        by_rank = [dict(zip(numbers[::2], numbers[1::2], strict=True)) for numbers in told]
-        step = max(set.intersection(*map(set, by_rank)), default=-1)
-        digests = [digests.get(step, 0) for digests in by_rank]
-        if len(told) < 2 or step <= self._newest or not all(digests) or self._equal < 0:
+        by_rank = [dict(zip(numbers[::2], numbers[1::2], strict=True)) for numbers in gathered]
+        common = sorted(set.intersection(*map(set, by_rank))) if len(gathered) > 1 else []
+        said = [self._compare(step, [digests[step] for digests in by_rank], groups) for step in common]
+        return any(said)
+
+    def _compare(self, step: int, digests: Sequence[int], groups: Sequence[int]) -> bool:
+        if step <= self._newest or not all(digests) or self.is_off:
             return False
-        self._newest, ((most, count), *others) = step, Counter(digests).most_common()
-        if not others:
-            self.certified, self.diverged, self._equal = step, (), self._equal + 1
-        elif self._equal < _SURE:
-            self._equal = -1
-            logger.info("ranks differ in parameters or optimizer state: they are not compared to find silent errors")
-        elif not self.diverged:
-            majority = most if count > others[0][1] else None
-            self.diverged = tuple(rank for rank, digest in enumerate(digests) if digest != majority)
-            names = f"rank{'s' * (len(self.diverged) > 1)} {', '.join(map(str, self.diverged[:8]))}"
-            others_are = "those of the other ranks" if majority is not None else "each other"
+        before, (odd, names) = self.diverged, odd_ranks(digests, groups)
+        self._newest = step
+        if not odd:
+            self.certified, self.diverged = step, ()
+        elif self.certified < 0:
+            self.is_off = True
             self.text = (
-                f"silent corruption: parameters or optimizer state of {names} differ from {others_are} at step {step},"
+                f"parameters or optimizer state of {names} since the first checkpoint, at step {step}: ranks are not"
+                " compared any more to find silent errors. If they are meant to differ, say so with"
+                " on_divergence='off'; if not, they train different models: start them with the same parameters"
+            )
+        elif not before:
+            self.diverged = odd
+            self.text = (
+                f"silent corruption: parameters or optimizer state of {names} at step {step},"
                 f" and at step {self.certified} all were the same: a memory or a computation went wrong"
             )
-            return True
-        return False
+        return self.is_off or (bool(self.diverged) and not before)
 
 
 class Agreement:
     """Agreement of the ranks over their group, and this rank's holder; for one thread at a time.
 
     ``keep`` is the newest step that all ranks have everywhere, ``attempt`` the number of this start of the run,
-    ``obstacle`` the reason why this rank cannot make a checkpoint, or empty; ``refusal`` one that does not pass by
-    itself, which all ranks raise; ``status`` is the holder's last answer, ``payload_bytes`` the size of this rank's
-    state: slots that are too small for it are registered anew. ``coding`` is set while another thread codes a version,
-    and publishes it; ``can_code`` returns whether this rank can.
+    ``origin`` that of the fresh start before it, ``obstacle`` the reason why this rank cannot make a checkpoint, or
+    empty; ``refusal`` one that does not pass by itself, which all ranks raise; ``status`` is the holder's last answer,
+    ``sizes`` the bytes of this rank's state and of its part that ranks have alike: slots that are too small for it are
+    registered again. ``coding`` is
+    set while another thread codes a version, and publishes it; ``can_code`` returns whether this rank can.
     """
 
     def __init__(
@@ -127,16 +142,18 @@ class Agreement:
         self._registration, self._group, self._tier, self._pacer = registration, group, tier, pacer
         self._notices, self._governor = notices, governor or Governor()
         self._raises_divergence, self.divergence = raises_divergence, Divergence()
-        self.keep, self.attempt, self.obstacle, self.refusal = -1, -1, "", ""
+        self.keep, self.attempt, self.origin, self.obstacle, self.refusal = -1, -1, -1, "", ""
         self.status: dict[str, Any] = {}
         self._register_at, self._offered_until = 0, 0
         self._persisting: int | None = None  # step that all ranks will pass to the persistent tier
-        self.payload_bytes, self._short, self.coding = 0, "", False
+        self.sizes, self._short, self.coding = (0, 0), "", False
+        # attempt, step and digest of its last versions
+        self._reported: deque[tuple[int, int, int]] = deque(maxlen=_REPORTED)
         self.can_code: Callable[[], bool] = lambda: False
         self._reconnecting: threading.Thread | None = None
 
     def wait_until_sent(self, needed: threading.Event) -> bool:
-        """Wait until all peers of this rank have its last version, or ``needed`` is set; which of both happened."""
+        """Wait until every peer has this rank's latest version; return False if ``needed`` is set first."""
         needed.wait(min(self._pacer.seconds_left, threading.TIMEOUT_MAX))
         while not needed.is_set():
             if self._is_sent():
@@ -158,22 +175,23 @@ class Agreement:
     def take_turn(self, step: int) -> Turn:
         """Agree on whether to make a checkpoint of ``step``; collective, one reduction."""
         obstacle, replicated, free = self._look()
-        registered = not self.coding and self._registration.has_room(self.payload_bytes)
+        registered = not self.coding and self._registration.has_room(*self.sizes)
         safe = bool(self.status.get("safe"))
         due = self._tier is not None and self._tier.is_due()
         refusal, votes = self.refusal, [not obstacle, registered, replicated, free, due, safe, -self._governor.stride]
         votes.append(self.can_code())
-        told = gather([not refusal, *votes, *self._digests()], self._group)
-        storable, ready, registered, keep, free, due, safe, stride, coded, *_ = map(min, zip(*told, strict=True))
+        gathered = gather([not refusal, *votes, *self._digests()], self._group)
+        storable, ready, registered, keep, free, due, safe, stride, coded, *_ = map(min, zip(*gathered, strict=True))
         if not storable:
             failed = failures_of(refusal, self._group)
             return Turn(failed, raises=ValueError(f"the state cannot be stored, so there are no checkpoints: {failed}"))
-        found = self.divergence.compare([numbers[-2 * _TOLD :] for numbers in told])
+        result = self.divergence.compare([numbers[-2 * _REPORTED :] for numbers in gathered], self._registration.groups)
         if self.divergence.diverged and self._raises_divergence:  # before ``keep`` leaves the version before
-            text = f"{self.divergence.text}; restart, to go on from there (or on_divergence='warn', if it is meant)"
+            text = f"{self.divergence.text}; restart, to go on from there (or, if it is meant, on_divergence='off')"
             return Turn(text, raises=ThinwireError(text))
-        if found:
+        if result and (self.divergence.diverged or self._registration.rank == 0):
             self._notices.add(self.divergence.text)
+        registered = registered and (self._has_in_common or not self._registration.has_in_common)
         self.keep = max(self.keep, keep)
         if safe and registered and self._registration.moving:
             try:
@@ -191,36 +209,65 @@ class Agreement:
             return self._skip(step, "no slot is free on all ranks: older versions are still on their way")
         self._persisting = step if due else None
         writer = self._slot(step)
-        skipped = "" if writer is not None else self._skip(step, "the holder gave no slot").skipped
-        return Turn(skipped, writer, False, -stride, coded=bool(coded))
+        if writer is None:
+            return self._stay_away(step, -stride)
+        return Turn("", writer, False, -stride, coded=bool(coded), compares=not self.divergence.is_off)
 
-    def register(self, step: int, payload_bytes: int) -> bool:
-        """Register slots on all ranks and return whether all have them; if not, retry some steps later. Collective."""
+    @property
+    def _has_in_common(self) -> bool:
+        """Whether what ranks should have alike is kept once: as long as it is not known to differ."""
+        return not (self.divergence.is_off or self.divergence.diverged)
+
+    def register(self, step: int, encoded: Encoded | None) -> bool:
+        """Register slots on all ranks and return whether all have them; if not, retry some steps later. Collective.
+
+        Raises ValueError on all ranks if the memory budget of a holder is too small for a first version.
+        """
+        payload_bytes, registration = 0 if encoded is None else encoded.payload_bytes, self._registration
+        if encoded is not None:
+            registration.layout_bytes = max(registration.layout_bytes, 2 * len(encoded.to_bytes(self.about)))
+        mine = (encoded.alike, encoded.shared_bytes) if encoded is not None else ("", 0)
+        alike = gather_json(mine, self._group)
+        commons = [(alike.index(each), each[1] if self._has_in_common else 0) for each in alike]
+        reason = registration.shortage(payload_bytes, commons)
+        if reason and self.keep < 0:  # later there is a version to go back to, and training goes on
+            raise ValueError(f"there can be no checkpoints: {reason}")
         try:
-            self._registration.register(payload_bytes, self.attempt)
+            registration.register(payload_bytes, self.attempt, commons)
             return True
         except ValueError as error:
             self._register_at = step + _RETRY_STEPS
-            self._notices.add(f"no slots for checkpoints: {error}")
+            self._notices.add(f"no slots for checkpoints: {reason or error}")
             return False
 
+    def target(self, writer: SlotWriter, encoded: Encoded) -> Target | None:
+        """Where a state goes; None if there is no room for it."""
+        if not self._registration.has_room(encoded.payload_bytes, encoded.shared_bytes):
+            return None
+        first, last = self._registration.share(chunk_count(encoded.shared_bytes, CHUNK_BYTES))
+        return Target(writer.payload, writer.common, first * CHUNK_BYTES, last * CHUNK_BYTES)
+
     def publish(
-        self, turn: Turn, encoded: Encoded, about: dict[str, Any], wait: bool = False, codes: Codes | None = None
+        self, turn: Turn, encoded: Encoded, crcs: Sequence[int] = (), wait: bool = False, codes: Codes | None = None
     ) -> str:
         """Make the copied state a version, have it sent, and return why it did not become one, or an empty text.
 
-        With ``wait`` it is complete on this host when this returns.
+        ``crcs``: of the chunks of what ranks should have alike. With ``wait`` it is complete on this host when this
+        returns.
         """
         writer = turn.writer
         assert writer is not None
-        registration = self._registration
-        about = {**about, "holders": registration.holders}  # where to look for the other shards
-        codes = codes or Codes([], encoded.payload_bytes, encoded.shared_bytes)
-        layout = encoded.to_bytes(about, codes.pieces)
+        registration, alike = self._registration, None
+        if crcs:
+            shard = ShardId(registration.run_id, registration.topology, -1 - registration.groups[registration.rank])
+            alike = Manifest.stated(shard, writer.step, self.attempt, encoded.shared_bytes, crcs)
+            self._reported.append((self.attempt, writer.step, int(alike.version.digest, 16) >> 12))
+        codes = codes or Codes([], encoded.payload_bytes - tail_offset(writer, encoded))
+        layout = encoded.to_bytes(self.about, codes.pieces)
         if len(layout) > registration.layout_bytes:
-            registration.layout_bytes = 2 * len(layout)  # so there is no room, and slots are registered anew
+            registration.layout_bytes = 2 * len(layout)  # so there is no room, and slots are registered again
         try:
-            writer.publish(layout, codes.payload_bytes, wait, codes.shared_bytes, [size for size, _ in codes.pieces])
+            writer.publish(layout, codes.payload_bytes, wait, [size for size, _ in codes.pieces], alike)
         except ValueError as error:
             self.abandon(writer)
             return str(error)
@@ -232,6 +279,14 @@ class Agreement:
         self.persist(writer.step)
         return ""
 
+    @property
+    def about(self) -> dict[str, Any]:
+        """What a version says of itself: its training and its origin, where the other shards are, and what there was to
+        go back to if ranks differ."""
+        registration = self._registration
+        added = {"holders": registration.holders, "certified": self.divergence.certified, "origin": self.origin}
+        return {**registration.about, **added}
+
     def persist(self, step: int, failure: str = "") -> None:
         """Have the version of a turn saved, or tell the waiting ranks why there is none; once for each turn.
 
@@ -241,7 +296,7 @@ class Agreement:
             return
         client, attempt, self._persisting = self._registration.client, self.attempt, None
 
-        def take() -> tuple[bytes, memoryview]:
+        def take() -> tuple[bytes, memoryview, memoryview | None]:
             if failure:
                 raise ThinwireError(failure)
             return copy_of(client, step, attempt)
@@ -307,8 +362,6 @@ class Agreement:
             if self.status["short"] not in ("", self._short):
                 self._short = self.status["short"]
                 self._notices.add(f"no room for checkpoints: {self._short}")
-            if not self.status["free"]:
-                self._hurry(registration.client)
         except FAILURES as error:
             self.lose(error)
             return _GONE, -1, False
@@ -320,20 +373,8 @@ class Agreement:
 
     def _digests(self) -> list[int]:
         """Steps and digests of this rank's versions of this attempt; a gathered number has 53 bits."""
-        own = [each for each in self.status.get("versions", []) if each["attempt"] == self.attempt]
-        pairs = [(each["step"], int(each["shared"] or "0", 16) >> 12) for each in own]
-        return [number for pair in [(0, 0), (0, 0), *pairs][-_TOLD:] for number in pair]
-
-    def _hurry(self, client: HolderClient) -> None:
-        """Backward is over and the network idle: a nearly complete version can be sent now."""
-        speed, seconds = self.link_bytes_per_second, _HURRY_SHARE * self._pacer.iteration_seconds
-        if speed is None or int(self.status["bytes_pending"]) > speed * seconds:
-            return
-        client.grant_all()
-        until = time.monotonic() + seconds
-        while not self.status["free"] and time.monotonic() < until:
-            time.sleep(_POLL_SECONDS)
-            self.status = client.status()
+        pairs = [(step, digest) for attempt, step, digest in list(self._reported) if attempt == self.attempt]
+        return [number for pair in [(0, 0), (0, 0), *pairs][-_REPORTED:] for number in pair]
 
     def _reconnect(self) -> None:
         """In the background, because a paused holder answers late; a healthy one answers at once."""
@@ -349,6 +390,13 @@ class Agreement:
         except FAILURES as error:
             self.lose(error)
             return None
+
+    def _stay_away(self, step: int, stride: int) -> Turn:
+        """Take no part in a version that others write; those of this host must not wait for this rank."""
+        with contextlib.suppress(*FAILURES):
+            if self._registration.client is not None:
+                self._registration.client.leave(step)
+        return Turn(self._skip(step, "the holder gave no slot").skipped, stride=stride)
 
     def _offer(self, num_bytes: int) -> None:
         """Have a version, and pending bytes of earlier ones, sent in the gaps of the network."""

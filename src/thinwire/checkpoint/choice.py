@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from thinwire.holder.version import Version, stored_steps
+from thinwire.checkpoint.holder.version import StoredStep, Version, preferred, stored_steps
 
 MAX_REASONS = 20
+OTHER_TOPOLOGY = "versions of another number of ranks, or of another model"
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,8 @@ class Choice:
     """The step to restore, and the attempt that wrote it; None if no step is complete.
 
     For each owner, ``sources`` has the address of the holder that supplies its shard, and ``versions`` the version.
-    ``fetched``: owners whose shard comes from another host than their own. ``certified``: whether all owners have alike
+    ``fetched``: owners whose shard comes from another host than their own. ``common``: the holders of what owners have
+    in common, by its digest. ``certified``: whether all owners have alike
     what they should; None if there is no such thing. ``reasons``: why newer steps and other versions were not chosen.
     """
 
@@ -31,12 +33,14 @@ class Choice:
     fetched: tuple[int, ...] = ()
     certified: bool | None = None
     reasons: tuple[str, ...] = ()
+    common: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def wanted_at(self, holder: str, placed: Collection[int]) -> list[str]:
-        """Return the digests of the versions that a holder keeps, or gets: of the owners that are ``placed`` there, and
-        of those whose own holder fetches from it."""
+        """Return the digests of the versions that a holder keeps, or gets: of the owners that are ``placed`` there, of
+        those whose own holder fetches from it, and of what owners have in common."""
         owners = enumerate(zip(self.versions, self.sources, strict=True))
-        return [version.digest for owner, (version, source) in owners if owner in placed or source == holder]
+        own = [version.digest for owner, (version, source) in owners if owner in placed or source == holder]
+        return own + sorted(self.common)
 
 
 def choose(
@@ -46,19 +50,21 @@ def choose(
     topology: str,
     placed: Mapping[str, Collection[int]] | None = None,
     only: int | None = None,
+    compares: bool = True,
 ) -> Choice:
     """Return the newest step of which every owner's shard is held, of the newest attempt that has such a step.
 
     Steps of two attempts do not mix: after a restart from step 10, step 12 of the attempt before is another history
     than step 12 of this one. If owners do not have alike what they should (``Version.shared``), the newest step at
     which they had is chosen instead, if it is still there. The source of a shard is its owner's own host if that has a
-    copy; else a holder that keeps it anyway, else the one with fewest bytes to keep for others; of those the one with
-    fewest bytes to send, and the first by name. Where copies of a shard differ, none of them is used.
+    copy; else a holder that keeps it anyway, else the one with fewest bytes to keep for others, and one outside of the
+    job last; of those the one with fewest bytes to send, and the first by name. Where copies of a shard differ, none of
+    them is used.
 
-    ``inventories`` has, by the address of each holder that answered, the versions that it has verified; only those of
-    ``run_id`` and ``topology`` (`topology_digest`) count. ``holders`` has, for each rank of the job that starts now,
+    ``inventories`` has, by the address of each holder that answered, the versions that it has verified; only versions
+    of ``run_id`` and ``topology`` (`topology_digest`) count. ``holders`` has, for each rank of the job that starts now,
     the address of its host's holder; ``placed``, for each holder, the owners whose shards it keeps from now on.
-    ``only`` is the step to choose; None for the newest.
+    ``only`` is the step to choose; None for any. Without ``compares``, the newest is chosen, alike or not.
 
     Example:
         >>> has = [Version(ShardId("run", "a1", owner), 7, 0, 100, "0123456789abcdef") for owner in (0, 1)]
@@ -75,28 +81,30 @@ def choose(
             else:
                 fitting.setdefault(holder, []).append(version)
     reasons += [f"{text} ({times} left out)" for text, times in sorted(left_out.items())]
-    newest: Choice | None = None
+    whole: list[StoredStep] = []
+    passed: dict[tuple[int, int], str] = {}
     for stored in stored_steps(fitting):
         attempt, step, differing = stored.attempt, stored.step, sorted(stored.unlike)
         if only not in (None, step):
             continue
         missing = [owner for owner in range(len(holders)) if not (owner in stored.copies or owner in stored.unlike)]
-        if not missing and not differing:
-            sources = _sources(stored.copies, holders, placed or {})
-            versions = tuple(stored.copies[owner][source] for owner, source in enumerate(sources))
-            fetched = tuple(owner for owner, holder in enumerate(holders) if sources[owner] != holder)
-            shared = {version.shared for version in versions}
-            certified = None if "" in shared or len(holders) < 2 else len(shared) == 1
-            found = Choice(step, attempt, sources, versions, fetched, certified, _shortened(reasons))
-            if certified is not False:
-                return found if certified else newest or found
-            newest = newest or found
-            reasons.append(f"step {step} of attempt {attempt:x}: parameters or optimizer states of ranks differ")
-            continue
         texts = [f"nobody has a copy of {_shards(missing)}"] if missing else []
         texts += [f"copies of {_shards(differing)} differ"] if differing else []
-        reasons.append(f"step {step} of attempt {attempt:x}: {', '.join(texts)}")
-    return newest or Choice(None, reasons=_shortened(reasons))
+        texts += [f"nobody has what ranks had in common with {_shards(stored.lacking)}"] if stored.lacking else []
+        if not texts:
+            whole.append(stored)
+            texts = ["parameters or optimizer states of ranks differ"] if stored.certified is False else []
+        if texts:
+            passed[attempt, step] = f"step {step} of attempt {attempt:x}: {', '.join(texts)}"
+    result = preferred(whole, lambda stored: stored.certified if compares else None)
+    if result is None:
+        return Choice(None, reasons=_shortened(reasons + list(passed.values())))
+    reasons += [text for order, text in passed.items() if order > (result.attempt, result.step)]
+    sources = _sources(result.copies, holders, placed or {})
+    versions = tuple(result.copies[owner][source] for owner, source in enumerate(sources))
+    fetched = tuple(owner for owner, holder in enumerate(holders) if sources[owner] != holder)
+    named = result.step, result.attempt, sources, versions, fetched, result.certified, _shortened(reasons)
+    return Choice(*named, result.common)
 
 
 def _why_not(version: Version, world_size: int, run_id: str, topology: str) -> str:
@@ -105,11 +113,8 @@ def _why_not(version: Version, world_size: int, run_id: str, topology: str) -> s
     if shard.run_id != run_id:
         return f"versions of run {shard.run_id!r}, and this is {run_id!r}"
     if shard.topology != topology:
-        return (
-            f"versions of topology {shard.topology}, and this is {topology}:"
-            " the number of ranks, their machines or the shapes of the state have changed"
-        )
-    if not 0 <= shard.owner < world_size:
+        return OTHER_TOPOLOGY
+    if shard.owner >= world_size:
         return f"shards of ranks beyond the {world_size} of this job"
     return ""
 
@@ -124,9 +129,9 @@ def _sources(
     load_bytes: Counter[str] = Counter()
     kept_bytes: Counter[str] = Counter()  # for others, beside what is placed there
 
-    def cost(owner: int, holder: str) -> tuple[int, int]:
+    def cost(owner: int, holder: str) -> tuple[bool, int, int]:
         extra = 0 if owner in placed.get(holder, ()) else kept_bytes[holder] + sizes[owner]
-        return extra, load_bytes[holder]
+        return holder not in holders, extra, load_bytes[holder]
 
     for owner in sorted(elsewhere, key=lambda owner: (len(copies[owner]), -sizes[owner], owner)):
         source = sources[owner] = min(sorted(copies[owner]), key=lambda holder: cost(owner, holder))

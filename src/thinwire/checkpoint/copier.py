@@ -10,24 +10,29 @@ A GPU's tensors pass through a ring of page-locked sub-buffers, on a stream of i
 from __future__ import annotations
 
 import time
+import zlib
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from thinwire.checkpoint.holder.client import HolderClient
+from thinwire.checkpoint.holder.faultpoint import reach
+from thinwire.checkpoint.holder.version import CHUNK_BYTES, joined_crc
 from thinwire.checkpoint.state.encode import Encoded
-from thinwire.checkpoint.state.layout import TensorSlice, view_of
+from thinwire.checkpoint.state.layout import ALIGNMENT_BYTES, TensorSlice, aligned
+from thinwire.comm.cuda.device import CudaDevice, Device
 from thinwire.comm.process_group import DeviceEvent
-from thinwire.cuda.device import CudaDevice, Device
 from thinwire.errors import ThinwireError
-from thinwire.holder.client import HolderClient
-from thinwire.holder.faultpoint import reach
 
 SUB_BUFFER_BYTES = 32 << 20
 SUB_BUFFERS = 4  # 128 MiB of page-locked memory in all, as in the paper
+
+Take = Callable[[int, np.ndarray], None]
+"""It is given bytes and their offset in the payload."""
 
 
 @dataclass(frozen=True)
@@ -89,8 +94,8 @@ class SlotStaging:
         """Record the end of the work given to the training's stream so far; call it on the training's thread."""
         return self._device.record()
 
-    def copy(self, tensors: Sequence[tuple[int, Tensor]], written: DeviceEvent, payload: Tensor) -> None:
-        """Copy each tensor, as it is after ``written``, to its offset in the payload (uint8 [n] of the host).
+    def copy(self, tensors: Sequence[tuple[int, Tensor]], written: DeviceEvent, take: Take) -> None:
+        """Have ``take`` copy each tensor, as it is after ``written``, to its offset in the payload.
 
         It runs on any thread and returns when all bytes are there. Do not write to the tensors, or free them, before.
         """
@@ -101,19 +106,18 @@ class SlotStaging:
             flat = [(offset, _bytes(tensor)) for offset, tensor in tensors if tensor.numel()]
             for number, pieces in enumerate(fills(flat, self._sub_buffer_bytes)):
                 if len(in_flight) == self._count:
-                    self._finish(*in_flight.popleft(), payload)
+                    self._finish(*in_flight.popleft(), take)
                 buffer = self._buffers[number % self._count]
                 for start, source in _runs(pieces):
                     self._device.copy(buffer[start : start + source.numel()], source)
                 in_flight.append((buffer, pieces, self._device.record()))
             while in_flight:
-                self._finish(*in_flight.popleft(), payload)
+                self._finish(*in_flight.popleft(), take)
 
-    def _finish(self, buffer: Tensor, pieces: list[Piece], downloaded: DeviceEvent, payload: Tensor) -> None:
+    def _finish(self, buffer: Tensor, pieces: list[Piece], downloaded: DeviceEvent, take: Take) -> None:
         self._device.synchronize(downloaded)
         for piece in pieces:
-            target = payload[piece.offset : piece.offset + piece.source.numel()]
-            np.copyto(target.numpy(), buffer[piece.start : piece.end].numpy())  # without Python's lock
+            take(piece.offset, buffer[piece.start : piece.end].numpy())
             reach("copy")
 
 
@@ -123,23 +127,94 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
-LATER_BYTES = 64 << 10  # smaller tensors are copied at once: that costs less than tracking them
-_BATCH = 16
+LATER_BYTES = 64 << 10  # smaller tensors of a device are copied at once, all together: a copy of each takes longer
+_BLOCK_BYTES = 512 << 10  # copied, and digested while they are in the cache
 _SEALING_SECONDS, _POLL_SECONDS = 600.0, 0.02
-_RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 May = Callable[[TensorSlice, Tensor], bool]
 
 
+@dataclass(frozen=True)
+class Target:
+    """Memory for a state: all of it goes to ``payload``.
+
+    With ``common``, what ranks have in common does not: of those first bytes, the ones from ``begin`` to ``end`` go
+    there, and other ranks of this host write the rest.
+    """
+
+    payload: memoryview
+    common: memoryview | None = None
+    begin: int = 0
+    end: int = 0
+
+
+class _Writing:
+    """The bytes of a state, in any order, on their way to a target; with the digests of those that ranks have alike.
+
+    What this rank writes is digested where it was written, the rest where it is: so each rank's digests are of all of
+    its own bytes.
+    """
+
+    def __init__(self, encoded: Encoded, target: Target) -> None:
+        self._target, self._shared_bytes = target, encoded.shared_bytes
+        self._base = 0 if target.common is None else aligned(encoded.shared_bytes)
+        self._payload = np.frombuffer(target.payload, np.uint8)
+        self._common = None if target.common is None else np.frombuffer(target.common, np.uint8)
+        self._runs: dict[int, list[tuple[int, int, int]]] = {}  # by chunk: start, end and CRC-32
+
+    def _at(self, offset: int, count: int) -> np.ndarray | None:
+        if offset >= self._base:
+            return self._payload[offset - self._base : offset - self._base + count]
+        is_own = self._common is not None and self._target.begin <= offset < self._target.end
+        return self._common[offset : offset + count] if is_own and self._common is not None else None
+
+    def clear(self, start: int, end: int) -> None:
+        """Write zeros between two tensors: these have digests too."""
+        if (memory := self._at(start, end - start)) is not None:
+            memory[:] = 0
+
+    def take(self, offset: int, data: np.ndarray) -> None:
+        done = 0
+        while done < len(data):
+            start, alike = offset + done, offset < self._shared_bytes
+            count = min(_BLOCK_BYTES - start % _BLOCK_BYTES, len(data) - done) if alike else len(data)
+            part, memory = data[done : done + count], self._at(start, count)
+            if memory is not None:
+                np.copyto(memory, part)  # without Python's lock
+                part = memory
+            if alike:
+                self._digest(start, part)
+            done += count
+
+    def _digest(self, start: int, part: np.ndarray) -> None:
+        runs = self._runs.setdefault(start // CHUNK_BYTES, [])
+        begin, crc = start, 0
+        if runs and 0 <= start - runs[-1][1] < ALIGNMENT_BYTES:  # the next tensor
+            begin, end, crc = runs.pop()
+            crc = zlib.crc32(bytes(start - end), crc)
+        runs.append((begin, start + len(part), zlib.crc32(part.data, crc)))
+
+    def crcs(self) -> tuple[int, ...]:
+        """Return the CRC-32 of each chunk of what ranks have alike."""
+        result = []
+        for start in range(0, self._shared_bytes, CHUNK_BYTES):
+            crc, done, last = 0, start, min(start + CHUNK_BYTES, self._shared_bytes)
+            for begin, end, of_run in sorted(self._runs.get(start // CHUNK_BYTES, [])):
+                crc, done = joined_crc(zlib.crc32(bytes(begin - done), crc), of_run, end - begin), end
+            result.append(zlib.crc32(bytes(last - done), crc))
+        return tuple(result)
+
+
 @dataclass
 class Copy:
-    """A copy that has begun: `finish` copies the rest, on any thread."""
+    """A copy that has begun: `finish` copies the rest, on any thread; then ``crcs`` are of what ranks have alike."""
 
     seconds: float
-    _later: list[tuple[Tensor, Tensor]]  # view of the slot, tensor
+    _later: list[tuple[int, Tensor]]  # offset, tensor
     _watched: list[tuple[Tensor, int]]  # tensor, version when the copy began
     _downloads: list[tuple[SlotStaging, list[tuple[int, Tensor]], DeviceEvent]]
-    _payload: memoryview = field(repr=False)
+    _writing: _Writing = field(repr=False)
+    crcs: tuple[int, ...] = ()
 
     @property
     def is_done(self) -> bool:
@@ -149,12 +224,13 @@ class Copy:
         """Copy the rest and return whether it was unchanged meanwhile, so that the copy is one state."""
         started = time.perf_counter()
         for staging, tensors, written in self._downloads:
-            staging.copy(tensors, written, torch.frombuffer(self._payload, dtype=torch.uint8))
-        for view, tensor in self._later:
-            copy_bytes(view, tensor)
+            staging.copy(tensors, written, self._writing.take)
+        for offset, tensor in self._later:
+            self._writing.take(offset, _bytes(tensor).numpy())
             reach("copy")
         unchanged = all(tensor._version == version for tensor, version in self._watched)
         self._later, self._downloads, self._watched = [], [], []
+        self.crcs = self._writing.crcs()
         self.seconds += time.perf_counter() - started
         return unchanged
 
@@ -167,6 +243,15 @@ class _Split:
     now: list[int]
     later: list[int]
     on_device: dict[torch.device, list[int]]
+    gaps: list[tuple[int, int]]
+
+
+def _gaps(slices: Sequence[TensorSlice]) -> list[tuple[int, int]]:
+    result, end = [], 0
+    for where in sorted(slices, key=lambda where: where.offset):
+        result += [(end, where.offset)] if end < where.offset else []
+        end = where.offset + where.nbytes
+    return result
 
 
 class Copier:
@@ -185,22 +270,22 @@ class Copier:
         self._may_wait, self._staging_for = may_wait, staging_for
         self._stagings: dict[torch.device, SlotStaging] = {}
         self._split: _Split | None = None
-        self._views: dict[Hashable, tuple[tuple[TensorSlice, ...], list[Tensor]]] = {}
 
-    def begin(self, encoded: Encoded, payload: memoryview, slot: Hashable) -> Copy:
-        """Copy tensors that may change at any time; `Copy.finish` copies the rest, before the next ``optimizer.step``.
-
-        ``slot`` names the memory of ``payload``: the same name, the same memory.
-        """
+    def begin(self, encoded: Encoded, target: Target) -> Copy:
+        """Copy tensors that may change at any time; `Copy.finish` copies the rest, before the next optimizer step."""
         started = time.perf_counter()
-        if len(payload) < encoded.payload_bytes:
-            raise ValueError(f"a slot of {len(payload)} bytes for a payload of {encoded.payload_bytes}")
-        split, views = self._split_of(encoded), self._views_of(encoded, payload, slot)
+        room, needed = len(target.payload), encoded.payload_bytes
+        if target.common is not None:
+            room, needed = room + aligned(encoded.shared_bytes), max(needed, aligned(encoded.shared_bytes))
+        if room < needed:
+            raise ValueError(f"a slot of {room} bytes for a payload of {needed}")
+        split, writing = self._split_of(encoded), _Writing(encoded, target)
         tensors, originals = encoded.tensors, encoded.originals
+        for start, end in split.gaps:
+            writing.clear(start, end)
         with torch.no_grad():
-            for start in range(0, len(split.now), _BATCH):
-                batch = split.now[start : start + _BATCH]
-                torch._foreach_copy_([views[number] for number in batch], [tensors[number] for number in batch])
+            for number in split.now:
+                writing.take(encoded.slices[number].offset, _bytes(tensors[number]).numpy())
                 reach("copy")
             downloads = [
                 self._begin_download(device, numbers, encoded, set(split.later))
@@ -208,13 +293,10 @@ class Copier:
             ]
         # Detached, they keep their memory: code may exchange ``.data`` meanwhile, to evaluate averaged weights.
         kept = {number: tensors[number].detach() for number in split.later}
-        later = [(views[number], tensor) for number, tensor in kept.items() if tensor.device.type != "cuda"]
+        offsets = [(encoded.slices[number].offset, tensor) for number, tensor in kept.items()]
+        later = [(offset, tensor) for offset, tensor in offsets if tensor.device.type != "cuda"]
         watched = [(originals[number], originals[number]._version) for number in split.later]
-        return Copy(time.perf_counter() - started, later, watched, downloads, payload)
-
-    def forget_slots(self) -> None:
-        """Drop the views of the slots, which were freed or replaced."""
-        self._views.clear()
+        return Copy(time.perf_counter() - started, later, watched, downloads, writing)
 
     @property
     def uses_device(self) -> bool:
@@ -224,12 +306,13 @@ class Copier:
     def _split_of(self, encoded: Encoded) -> _Split:
         split = self._split
         if split is None or split.slices is not encoded.slices:
-            self._split = split = _Split(encoded.slices, [], [], {})
+            self._split = split = _Split(encoded.slices, [], [], {}, _gaps(encoded.slices))
             for number, (where, tensor) in enumerate(zip(encoded.slices, encoded.originals, strict=True)):
                 if where.nbytes == 0:
                     continue
                 device = encoded.tensors[number].device
-                waits = where.nbytes >= LATER_BYTES and not tensor.is_inference() and self._may_wait(where, tensor)
+                is_large = where.nbytes >= LATER_BYTES or device.type != "cuda"
+                waits = is_large and not tensor.is_inference() and self._may_wait(where, tensor)
                 if device.type == "cuda":
                     split.on_device.setdefault(device, []).append(number)
                 elif not waits:
@@ -237,16 +320,6 @@ class Copier:
                 if waits:
                     split.later.append(number)
         return split
-
-    def _views_of(self, encoded: Encoded, payload: memoryview, slot: Hashable) -> list[Tensor]:
-        slices, views = self._views.get(slot, ((), []))
-        if slices is not encoded.slices:
-            views, end = [view_of(payload, where) for where in encoded.slices], 0
-            for where in sorted(encoded.slices, key=lambda where: where.offset):
-                payload[end : where.offset] = bytes(where.offset - end)  # the gaps have digests too
-                end = where.offset + where.nbytes
-            self._views[slot] = encoded.slices, views
-        return views
 
     def _begin_download(
         self, device: torch.device, numbers: Sequence[int], encoded: Encoded, waiting: set[int]
@@ -263,8 +336,9 @@ class Copier:
         return staging, tensors, staging.record()
 
 
-def copy_of(client: HolderClient | None, step: int, attempt: int) -> tuple[bytes, memoryview]:
-    """Return layout and payload of the own version of that step, once it is complete; no other thread waits meanwhile.
+def copy_of(client: HolderClient | None, step: int, attempt: int) -> tuple[bytes, memoryview, memoryview | None]:
+    """Return layout and payload of the own version of that step, once it is complete, and what it has in common with
+    other ranks; no other thread waits meanwhile.
 
     Raises ThinwireError if it does not become complete.
     """
@@ -273,18 +347,10 @@ def copy_of(client: HolderClient | None, step: int, attempt: int) -> tuple[bytes
         for version in client.inventory(verify=False):
             if (version.shard, version.step, version.attempt) == (client.shard, step, attempt):
                 with client.open(version) as reader:
-                    copy = np.empty(len(reader.payload), np.uint8)
-                    np.copyto(copy, np.frombuffer(reader.payload, np.uint8))
-                    return reader.layout, copy.data
+                    copied = np.frombuffer(reader.payload, np.uint8).copy()
+                    common = None if reader.common is None else np.frombuffer(reader.common, np.uint8).copy()
+                    return reader.layout, copied.data, None if common is None else common.data
+        if client.status()["failed"] == [attempt, step]:
+            break
         time.sleep(_POLL_SECONDS)
     raise ThinwireError(f"step {step} did not become a version on this host")
-
-
-def copy_bytes(target: Tensor, source: Tensor) -> None:
-    """Copy a tensor of the host on this thread alone, without Python's lock."""
-    source = source.detach()
-    if source.is_conj() or source.is_neg():
-        target.copy_(source)
-        return
-    raw = _RAW[source.itemsize]
-    np.copyto(target.view(raw).numpy(), source.view(raw).numpy())

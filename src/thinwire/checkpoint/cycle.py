@@ -18,24 +18,24 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 
-from thinwire.checkpoint.agreement import FAILURES, Agreement, Turn
+from thinwire.checkpoint.agreement import FAILURES, Agreement, Turn, tail_offset
 from thinwire.checkpoint.copier import Copier, Copy
+from thinwire.checkpoint.holder.client import SlotWriter
 from thinwire.checkpoint.pacing.governor import Governor
 from thinwire.checkpoint.records import Notices, Records, VersionRecord
 from thinwire.checkpoint.state.coding import pack
 from thinwire.checkpoint.state.encode import Encoded, StateEncoder
-from thinwire.checkpoint.state.layout import view_of
+from thinwire.checkpoint.state.layout import write
 from thinwire.checkpoint.state.snapshot import TrainingState
-from thinwire.codes import floats
 from thinwire.errors import ThinwireError
-from thinwire.holder.client import SlotWriter
+from thinwire.rows import floats
 
 T = TypeVar("T")
 
@@ -83,12 +83,13 @@ class Worker:
 
 _CLOSE_SECONDS = 5.0
 _CODING_NICENESS = 10
+_LITTLE_BYTES, _LITTLE_SHARE = 64 << 10, 0.01  # of a version: random states, buffers; sending them disturbs nothing
 
 
 class Cycle:
     """The cycle of checkpoints of one training, on its thread.
 
-    ``about`` goes into each version, ``governor`` says at which steps there is one, ``overlap`` is whether parameters
+    ``governor`` says at which steps there is one, ``overlap`` is whether parameters
     are copied beside the training; that ends when they are written to meanwhile. ``codes``: whether versions are coded.
     """
 
@@ -97,13 +98,12 @@ class Cycle:
         training: TrainingState,
         agreement: Agreement,
         notices: Notices,
-        about: dict[str, Any],
         governor: Governor,
         overlap: bool,
         codes: bool = False,
     ) -> None:
         self._training, self._agreement, self._notices = training, agreement, notices
-        self._about, self._governor, self._overlap = about, governor, overlap
+        self._governor, self._overlap = governor, overlap
         self._encoder, self._copier = StateEncoder(training.is_replicated), Copier(training.is_stepped)
         self._worker = Worker("thinwire-checkpoint")
         self._coder = Worker("thinwire-coder", _CODING_NICENESS) if codes else None
@@ -112,9 +112,8 @@ class Cycle:
         self._needed = threading.Event()  # set when the turn is needed now
         self._closing = False
         self._copying: Future[tuple[int, float, str]] | None = None  # of the last one: step, seconds, why there is none
-        self._coding: Future[tuple[int, int, float, str]] | None = (
-            None  # its step, bytes, seconds, and why there is none
-        )
+        # its step, bytes, seconds, and why there is none
+        self._coding: Future[tuple[int, int, float, str]] | None = None
         self._cpu_seconds = 0.0  # of the training's thread
         self.step = 0  # the last step
         self.started = False  # whether all ranks take part, so that they can agree
@@ -178,15 +177,16 @@ class Cycle:
             step, num_bytes, seconds, skipped = coding.result()
             self.records.amend(step, coded_bytes=num_bytes, coding_seconds=seconds, skipped=skipped)
 
-    def copy(self) -> tuple[bytes, memoryview]:
-        """Return layout and payload of the state now, outside of the slots. Raises an error for a state that cannot be
-        stored."""
+    def copy(self) -> tuple[bytes, memoryview, None]:
+        """Return layout and payload of the state now, outside of the slots, nothing of it apart.
+
+        Raises an error for a state that cannot be stored.
+        """
         encoded = self._encoder.encode(self._training.capture(self.step))
         payload = memoryview(bytearray(encoded.payload_bytes))
-        with torch.no_grad():
-            for where, tensor in zip(encoded.slices, encoded.tensors, strict=True):
-                view_of(payload, where).copy_(tensor)
-        return encoded.to_bytes(self._about), payload
+        write(encoded.slices, encoded.tensors, payload)
+        encoded = replace(encoded, shared_bytes=0) if self._agreement.divergence.is_off else encoded
+        return encoded.to_bytes(self._agreement.about), payload, None
 
     @property
     def cpu_seconds(self) -> float:
@@ -281,26 +281,30 @@ class Cycle:
         if writer is None:
             self._agreement.persist(self.step, turn.skipped)
             return VersionRecord(self.step, skipped=turn.skipped)
-        if encoded is not None and encoded.payload_bytes > len(writer.payload):
+        target = self._agreement.target(writer, encoded) if encoded is not None else None
+        if encoded is not None and target is None:
             obstacle = f"the state has grown beyond its slots of {len(writer.payload):,} bytes: they grow next"
-        if encoded is None or obstacle:
+        if encoded is None or target is None or obstacle:
             self.do(lambda: self._agreement.abandon(writer))
             return VersionRecord(self.step, skipped=obstacle)
+        encoded = encoded if turn.compares else replace(encoded, shared_bytes=0)
         self.settle()  # the last version is coded, or the ranks had not agreed on this one
-        copy = self._copier.begin(encoded, writer.payload, writer.slot)
+        copy = self._copier.begin(encoded, target)
         self._copying = self._worker.submit(lambda: self._finish(turn, copy, encoded))
         self._governor.note_begun()
         self._needed.clear()
         self._worker.submit(self._watch)
-        as_it_is = 0 if turn.coded else encoded.payload_bytes
-        return VersionRecord(self.step, encoded.payload_bytes, coded_bytes=as_it_is)
+        own_bytes = encoded.payload_bytes - tail_offset(writer, encoded)
+        little = max(_LITTLE_BYTES, _LITTLE_SHARE * encoded.payload_bytes)
+        self._governor.sends_little = writer.common is not None and own_bytes <= little
+        return VersionRecord(self.step, encoded.payload_bytes, coded_bytes=0 if turn.coded else own_bytes)
 
     def _encode(self) -> Encoded | None:
         """The state now; an error in it is an obstacle that the ranks learn of, and raise if it is no passing one."""
         encoded, obstacle, refusal = None, "", ""
         try:
             encoded = self._encoder.encode(self._training.capture(self.step))
-            self._agreement.payload_bytes = encoded.payload_bytes
+            self._agreement.sizes = encoded.payload_bytes, encoded.shared_bytes
         except (OSError, ThinwireError) as error:
             obstacle = f"the state could not be read: {error}"
         except Exception as error:
@@ -318,10 +322,11 @@ class Cycle:
         agreed = turn.result()
         if not agreed.registers:
             return agreed
-        self._copier.forget_slots()
-        payload_bytes = encoded.payload_bytes if encoded is not None else 0  # 0: it has slots, and keeps them
-        if self.do(lambda: agreement.register(step, payload_bytes)):
-            agreed = self.do(lambda: agreement.take_turn(step))
+        try:
+            if self.do(lambda: agreement.register(step, encoded)):
+                agreed = self.do(lambda: agreement.take_turn(step))
+        except ValueError as error:
+            return Turn(str(error), raises=error)
         return Turn("there are no slots") if agreed.registers else agreed
 
     def _finish(self, turn: Turn, copy: Copy, encoded: Encoded) -> tuple[int, float, str]:
@@ -339,18 +344,20 @@ class Cycle:
             self._copy_alone(reason)
             return writer.step, copy.seconds, reason
         if self._coder is None or not turn.coded:
-            return writer.step, copy.seconds, self._agreement.publish(turn, encoded, self._about)
+            return writer.step, copy.seconds, self._agreement.publish(turn, encoded, copy.crcs)
         self._agreement.coding = True
-        self._coding = self._coder.submit(lambda: self._code(writer, turn, encoded))
+        self._coding = self._coder.submit(lambda: self._code(writer, turn, encoded, copy.crcs))
         return writer.step, copy.seconds, ""
 
-    def _code(self, writer: SlotWriter, turn: Turn, encoded: Encoded) -> tuple[int, int, float, str]:
+    def _code(
+        self, writer: SlotWriter, turn: Turn, encoded: Encoded, crcs: Sequence[int]
+    ) -> tuple[int, int, float, str]:
         """On the coder: step, bytes of the codes, seconds of coding, and why there is no version, or empty."""
         started, coded_bytes = time.perf_counter(), 0
         try:
-            codes = pack(encoded, writer.payload)
+            codes = pack(encoded, writer.payload, tail_offset(writer, encoded))
             coded_bytes, seconds = codes.payload_bytes, time.perf_counter() - started
-            return writer.step, coded_bytes, seconds, self._agreement.publish(turn, encoded, self._about, codes=codes)
+            return writer.step, coded_bytes, seconds, self._agreement.publish(turn, encoded, crcs, codes=codes)
         except Exception as error:
             reason = f"it was not coded: {type(error).__name__}: {error}"
             self._notices.add(f"a checkpoint of step {writer.step} is missing: {reason}")

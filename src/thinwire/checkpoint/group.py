@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from thinwire.checkpoint.holder.start import AGENT_VARIABLE
 from thinwire.comm import agree
 from thinwire.comm.connections import PrivateGroup
 from thinwire.comm.lane import Group, resolve_group
@@ -18,19 +20,23 @@ from thinwire.comm.process_group import Exchange
 from thinwire.errors import ThinwireError
 
 T = TypeVar("T")
+_TIMEOUT = timedelta(minutes=30)
 
 
-def private_group(parent: Group, timeout: timedelta) -> PrivateGroup:
+def private_group(parent: Group, timeout: timedelta | None) -> PrivateGroup:
     """Create a Gloo group of the same ranks that can be shut down under a thread that waits in it; collective."""
     return PrivateGroup(lambda: new_group(parent, timeout))
 
 
-def new_group(parent: Group, timeout: timedelta) -> dist.ProcessGroup:
-    """Create a Gloo group of the same ranks, so that nothing interleaves with their agreements; collective."""
+def new_group(parent: Group, timeout: timedelta | None) -> dist.ProcessGroup:
+    """Create a Gloo group of the same ranks, so that nothing interleaves with their agreements; collective.
+
+    Without a ``timeout`` they wait for each other for 30 minutes.
+    """
     parent = resolve_group(parent)
     ranks = dist.get_process_group_ranks(parent)
     some = len(ranks) < dist.get_world_size()
-    group = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=some)
+    group = dist.new_group(ranks, timeout=timeout or _TIMEOUT, backend="gloo", use_local_synchronization=some)
     assert isinstance(group, dist.ProcessGroup), "this rank is in it"
     return group
 
@@ -39,11 +45,12 @@ def restart_hint() -> str:
     """Return what to set so that workers which torchrun restarts find each other, or an empty text.
 
     The store of torchrun (torch 2.13) stays for all starts of the workers, and has no prefix for each: restarted ones
-    find the addresses of the dead there, and `init_process_group` fails or hangs.
+    find the addresses of the dead there, and `init_process_group` fails or hangs. The thinwire rendezvous has one for
+    each.
     """
     most = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
     done = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    if most <= done or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    if most <= done or AGENT_VARIABLE in os.environ or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return ""
     return (
         "torchrun shares one store between all starts of the workers, so restarted ones do not find each other: export"
@@ -56,13 +63,13 @@ def run_id_of(given: str | None) -> str:
 
     The default of torchrun is the same for all jobs, so it is no name. Raises ValueError if there is none.
     """
-    found = given or os.environ.get("THINWIRE_RUN_ID") or os.environ.get("TORCHELASTIC_RUN_ID", "")
-    if found in ("", "none"):
+    result = given or os.environ.get("THINWIRE_RUN_ID") or os.environ.get("TORCHELASTIC_RUN_ID", "")
+    if result in ("", "none"):
         raise ValueError(
             "a run needs a name that is the same after a restart: pass run_id=, set THINWIRE_RUN_ID, or start with"
             " torchrun --rdzv-id NAME"
         )
-    return found
+    return result
 
 
 def gather_json(value: Any, group: dist.ProcessGroup) -> list[Any]:
@@ -75,6 +82,30 @@ def failures_of(reason: str, group: dist.ProcessGroup) -> str:
     ""."""
     failed = [f"rank {rank}: {each}" for rank, each in enumerate(gather_json(reason, group)) if each]
     return "; ".join(failed[:4])
+
+
+def odd_ranks(values: Sequence[Hashable], groups: Sequence[int] = ()) -> tuple[tuple[int, ...], str]:
+    """Return the ranks whose values differ from the majority's of their group, and a text that names them; empty for
+    none. Without ``groups`` all ranks are one.
+
+    Without a majority that is all of them.
+
+    Example: odd_ranks("aab") == ((2,), "rank 2 differ from the other ranks")
+    """
+    odd: tuple[int, ...] = ()
+    majority, groups = True, groups or [0] * len(values)
+    for group in sorted(set(groups)):
+        ranks = [rank for rank, its in enumerate(groups) if its == group]
+        (most, count), *others = Counter(values[rank] for rank in ranks).most_common()
+        if others:
+            has_majority = count > others[0][1]
+            odd += tuple(rank for rank in ranks if not has_majority or values[rank] != most)
+            majority = majority and has_majority
+    if not odd:
+        return (), ""
+    odd = tuple(sorted(odd))
+    names = f"rank{'s' * (len(odd) > 1)} {', '.join(map(str, odd[:8]))}{' ...' if len(odd) > 8 else ''}"
+    return odd, f"{names} differ from {'the other ranks' if majority else 'each other'}"
 
 
 def describe(error: BaseException) -> str:

@@ -171,8 +171,8 @@ def _group_survivals(groups: int, replicas: int, failed: int) -> int:
 def _holders(rings: Sequence[Sequence[int]], replicas: int) -> Holders:
     holders: list[tuple[int, ...]] = [()] * sum(len(ring) for ring in rings)
     for ring in rings:
-        for place, machine in enumerate(ring):
-            holders[machine] = tuple(ring[(place + step) % len(ring)] for step in range(replicas))
+        for index, machine in enumerate(ring):
+            holders[machine] = tuple(ring[(index + step) % len(ring)] for step in range(replicas))
     return tuple(holders)
 
 
@@ -204,8 +204,8 @@ def _spread_evenly(ring: list[int], domains: Sequence[Hashable]) -> list[int]:
         members.setdefault(domains[machine], []).append(machine)
     spread: list[int] = []
     for domain in sorted(members.values(), key=len):
-        places = [
-            ((place + 0.5) / len(part), machine) for part in (domain, spread) for place, machine in enumerate(part)
+        positions = [
+            ((index + 0.5) / len(part), machine) for part in (domain, spread) for index, machine in enumerate(part)
         ]
-        spread = [machine for _, machine in sorted(places, key=lambda place: place[0])]
+        spread = [machine for _, machine in sorted(positions, key=lambda index: index[0])]
     return spread

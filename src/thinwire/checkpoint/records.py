@@ -47,12 +47,12 @@ class Records:
 
     def amend(self, step: int, blocking_seconds: float = 0.0, **known: Any) -> None:
         """Complete the record of a step by what is known now, and by more time for which training stood still."""
-        place = next((i for i in reversed(range(len(self._kept))) if self._kept[i].step == step), None)
-        if place is not None:
-            was = self._kept[place]
-            self._kept[place] = replace(was, blocking_seconds=was.blocking_seconds + blocking_seconds, **known)
+        index = next((i for i in reversed(range(len(self._kept))) if self._kept[i].step == step), None)
+        if index is not None:
+            was = self._kept[index]
+            self._kept[index] = replace(was, blocking_seconds=was.blocking_seconds + blocking_seconds, **known)
             self._count(was, -1)
-            self._count(self._kept[place], 1)
+            self._count(self._kept[index], 1)
 
     def _count(self, record: VersionRecord, times: int) -> None:
         self.versions += 0 if record.skipped else times

@@ -8,22 +8,24 @@ from __future__ import annotations
 import contextlib
 import secrets
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.checkpoint.choice import Choice, choose
 from thinwire.checkpoint.group import gather_json, on_all
+from thinwire.checkpoint.holder.client import HolderClient, SlotReader
+from thinwire.checkpoint.holder.faultpoint import reach
+from thinwire.checkpoint.holder.start import KnownRun
+from thinwire.checkpoint.holder.version import NONCE_BITS, StoredStep, Version, next_attempt, stored_steps
 from thinwire.checkpoint.registration import Registration
 from thinwire.checkpoint.state.coding import tensors_of
 from thinwire.checkpoint.state.layout import StateLayout
 from thinwire.checkpoint.state.snapshot import TrainingState
 from thinwire.errors import CorruptMessageError, ThinwireError
-from thinwire.holder.client import HolderClient, SlotReader
-from thinwire.holder.faultpoint import reach
-from thinwire.holder.version import NONCE_BITS, StoredStep, Version, next_attempt, stored_steps
+
+_PATIENCE_SECONDS = 3  # with a holder outside of the job, which may be lost
 
 
 def foreign_steps(inventories: Mapping[str, Sequence[Version]], run_id: str, topology: str) -> list[StoredStep]:
@@ -35,19 +37,37 @@ def foreign_steps(inventories: Mapping[str, Sequence[Version]], run_id: str, top
     return sorted(stored_steps(foreign), key=lambda stored: (*stored.order, stored.topology), reverse=True)
 
 
-def gather_layouts(version: StoredStep, registration: Registration, group: dist.ProcessGroup) -> dict[int, StateLayout]:
-    """Gather the layouts of the shards of a version on all ranks; collective. Unreadable ones are left out."""
+def gather_layouts(version: StoredStep, registration: Registration) -> dict[int, StateLayout]:
+    """Gather the layouts of the shards of a version on all ranks; collective.
+
+    Unreadable ones are left out, and those of owners whose part in common with others nobody has.
+    """
     mine: dict[str, str] = {}
-    if registration.client is not None and registration.is_first:
+    client, here, inside = registration.client, registration.here, sorted(set(registration.holders))
+    if client is not None and registration.is_first:
         for owner, copies in version.copies.items():
-            if min(copies) == registration.here:
+            if owner in version.lacking:
+                continue
+            source = _source(copies, inside)
+            if here == (source if source in inside else inside[owner % len(inside)]):
                 try:
-                    with registration.client.open(copies[registration.here]) as reader:
-                        mine[str(owner)] = reader.layout.decode()
+                    mine[str(owner)] = _layout(client, copies[source], source, here).decode()
                 except (ThinwireError, ValueError, OSError):
                     continue
-    told: list[dict[str, str]] = gather_json(mine, group)
-    return {int(owner): StateLayout.from_bytes(text.encode()) for each in told for owner, text in each.items()}
+    gathered: list[dict[str, str]] = gather_json(mine, registration.group)
+    return {int(owner): StateLayout.from_bytes(text.encode()) for each in gathered for owner, text in each.items()}
+
+
+def _source(copies: Mapping[str, Version], inside: Collection[str]) -> str:
+    """The holder to take a copy from: rather one of this job, whose bytes are verified."""
+    return min(copies, key=lambda holder: (holder not in inside, holder))
+
+
+def _layout(client: HolderClient, version: Version, source: str, here: str) -> bytes:
+    if source != here:
+        return client.layout(version, source)
+    with client.open(version, with_common=False) as reader:
+        return reader.layout
 
 
 def is_whole(layouts: Mapping[int, StateLayout], about: Mapping[str, Any]) -> bool:
@@ -63,9 +83,8 @@ class ForeignShards:
     The constructor is collective. It raises ThinwireError on all ranks if one of them cannot get its shards.
     """
 
-    def __init__(
-        self, version: StoredStep, needed: set[int], registration: Registration, group: dist.ProcessGroup
-    ) -> None:
+    def __init__(self, version: StoredStep, needed: set[int], registration: Registration) -> None:
+        group = registration.group
         self._readers: dict[int, SlotReader] = {}
         self._tensors: dict[int, Sequence[Tensor]] = {}
         needs = gather_json(sorted(needed), group)
@@ -84,7 +103,7 @@ class ForeignShards:
             {owner for rank in here for owner in needs[rank] if registration.here not in version.copies[owner]}
         )
         for owner in lacking[here.index(registration.rank) :: len(here)]:
-            source = min(version.copies[owner])
+            source = _source(version.copies[owner], registration.holders)
             if registration.client is None:
                 raise ThinwireError("the holder of this host is gone")
             reach("fetch")
@@ -94,9 +113,11 @@ class ForeignShards:
         for owner in sorted(needed):
             if registration.client is None:
                 raise ThinwireError("the holder of this host is gone")
-            reader = registration.client.open(next(iter(version.copies[owner].values())))
+            copy = next(iter(version.copies[owner].values()))
+            bring_common(registration.client, copy, version.common, registration.here)
+            reader = registration.client.open(copy)
             self._readers[owner] = reader
-            self._tensors[owner] = tensors_of(StateLayout.from_bytes(reader.layout), reader.payload)
+            self._tensors[owner] = tensors_of(StateLayout.from_bytes(reader.layout), reader.payload, reader.common)
 
     def tensors(self, owner: int, numbers: Sequence[int]) -> list[Tensor]:
         return [self._tensors[owner][number] for number in numbers]
@@ -116,43 +137,91 @@ class ForeignShards:
 class Survey:
     """Versions of a run in the memory of all hosts, by the holders that answered, and the step to go back to.
 
-    ``attempt`` is that of new versions, above all that were seen, and different each time.
+    ``attempt`` is that of new versions, above all that were seen, and different each time. ``silent``: holders outside
+    of the job that were asked and did not answer, and why.
     """
 
     choice: Choice
     attempt: int
     inventories: dict[str, list[Version]]
+    silent: dict[str, str] = field(default_factory=dict)
 
 
-def survey(
-    registration: Registration,
-    run_id: str,
-    topology: str,
-    group: dist.ProcessGroup,
-    placed: Mapping[str, Collection[int]] | None = None,
-) -> Survey:
+def survey(registration: Registration, known: KnownRun | None = None, compares: bool = True) -> Survey:
     """Gather the inventories of all holders and choose the step to restore, the same on all ranks; collective.
 
-    The first rank of each host asks: the holder then compares all bytes with their digests. ``placed`` as in `choose`.
+    The first rank of each host asks: the holder then compares all bytes with their digests. What ``known`` says was
+    given up, while a host was away, is left out. ``compares`` as in `choose`.
     """
-    holders, mine = registration.holders, None
+    mine: dict[str, Any] = {"nonce": secrets.randbits(NONCE_BITS)}
     if registration.client is not None and registration.is_first:
         with contextlib.suppress(ThinwireError):
-            mine = [version.to_json() for version in registration.client.inventory(run_id)]
-    told = gather_json({"versions": mine, "nonce": secrets.randbits(NONCE_BITS)}, group)
-    inventories = {
-        holder: [Version.from_json(version) for version in each["versions"]]
-        for holder, each in zip(holders, told, strict=True)
-        if each["versions"] is not None
-    }
-    of_run = [version for versions in inventories.values() for version in versions if version.shard.run_id == run_id]
-    attempt = next_attempt((version.attempt for version in of_run), told[0]["nonce"])
+            mine["versions"] = _to_json(registration.client.inventory(registration.run_id))
+    answers = gather_json(mine, registration.group)
+    listed = {h: each["versions"] for h, each in zip(registration.holders, answers, strict=True) if "versions" in each}
     reach("survey")
-    return Survey(choose(inventories, holders, run_id, topology, placed), attempt, inventories)
+    return _surveyed(registration, known or KnownRun(), compares, listed, Survey(Choice(None), answers[0]["nonce"], {}))
 
 
-def load_shard(client: HolderClient, choice: Choice, rank: int, here: str, training: TrainingState) -> int:
-    """Fetch the shard of this rank to this host if it is missing, load it in place, and return its step.
+def ask_outside(
+    before: Survey,
+    addresses: Collection[str],
+    registration: Registration,
+    known: KnownRun,
+    compares: bool = True,
+    verify: bool = False,
+) -> Survey:
+    """Ask holders outside of the job too, such as that of a host whose agent died, and choose again; collective.
+
+    Each host asks some of them, under the secret of the job. They only send: none of them becomes a part of the job.
+    With ``verify`` they compare bytes with digests first. ``known`` and ``compares`` as in `survey`.
+    """
+    inside = sorted(set(registration.holders))
+    mine: tuple[dict[str, Any], dict[str, str]] = {}, {}
+    if registration.client is not None and registration.is_first:
+        with contextlib.suppress(ThinwireError, ValueError):
+            asked = sorted(addresses)[inside.index(registration.here) :: len(inside)]
+            result, silent = registration.client.look(registration.run_id, asked, _PATIENCE_SECONDS, verify)
+            mine = {address: _to_json(versions) for address, versions in result.items()}, silent
+    listed, silent = {}, dict(before.silent)
+    for each in gather_json(mine, registration.group):
+        listed |= each[0]
+        silent |= each[1]
+    return _surveyed(registration, known, compares, listed, replace(before, silent=silent))
+
+
+def _to_json(versions: Sequence[Version]) -> list[dict[str, Any]]:
+    return [version.to_json() for version in versions]
+
+
+def _surveyed(
+    registration: Registration, known: KnownRun, compares: bool, listed: Mapping[str, Any], before: Survey
+) -> Survey:
+    """Add what holders have listed to the survey before, and choose; the random bits of its attempt stay."""
+    inventories = dict(before.inventories)
+    for holder, each in listed.items():
+        versions = map(Version.from_json, each)
+        inventories[holder] = [version for version in versions if not known.has_given_up(version.attempt)]
+    run_id, nonce = registration.run_id, before.attempt % (1 << NONCE_BITS)
+    seen = [each.attempt for versions in inventories.values() for each in versions if each.shard.run_id == run_id]
+    attempt = next_attempt(seen, nonce)
+    if known.has_given_up(attempt):  # nothing is left since: new versions must not look given up
+        attempt = next_attempt([known.attempt], nonce)
+    own = registration.holders, run_id, registration.topology, registration.placed()
+    return Survey(choose(inventories, *own, compares=compares), attempt, inventories, before.silent)
+
+
+def bring_common(client: HolderClient, version: Version, common: Mapping[str, Sequence[str]], here: str) -> None:
+    """Fetch what the owner of a version has in common with others, if this host lacks it, in stripes from all that have
+    it; the first of the ranks of a host that call this does it for all of them."""
+    needed = version.common
+    if needed is not None and here not in (sources := common[needed.digest]):
+        reach("fetch")
+        client.fetch(needed, *sources)
+
+
+def load_shard(client: HolderClient, choice: Choice, rank: int, here: str, training: TrainingState) -> StateLayout:
+    """Fetch the shard of this rank to this host if it is missing, load it in place, and return its layout.
 
     The loaded bytes are compared with their digests once more: minutes can be between the survey and now, and a process
     that was considered dead may still write. Raises ThinwireError if its source is lost or its bytes are wrong: then
@@ -162,11 +231,13 @@ def load_shard(client: HolderClient, choice: Choice, rank: int, here: str, train
     if source != here:
         reach("fetch")
         client.fetch(version, source)
+    bring_common(client, version, choice.common, here)
     with client.open(version) as reader:
         layout = StateLayout.from_bytes(reader.layout)
-        step = training.load(layout, tensors_of(layout, reader.payload))
+        step = training.load(layout, tensors_of(layout, reader.payload, reader.common))
         reader.verify()
     if step != version.step:
         raise CorruptMessageError(f"{version.shard}: a state of step {step} in the version of step {version.step}")
     client.keep(version)
-    return step
+    client.grant_all()  # until the first step: it may be minutes away, and perhaps this is the only copy
+    return layout

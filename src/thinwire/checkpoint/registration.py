@@ -8,34 +8,45 @@ import os
 import secrets
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from thinwire.checkpoint.group import gather_json, on_all
+from thinwire.checkpoint.holder.client import Common, HolderClient
+from thinwire.checkpoint.holder.replication import is_loopback, parse_address
+from thinwire.checkpoint.holder.slots import SlotSize
+from thinwire.checkpoint.holder.start import (
+    HolderOptions,
+    RunMarker,
+    end_with_agent,
+    ensure_holder,
+    load_secret,
+    socket_path,
+)
+from thinwire.checkpoint.holder.store import SLOTS_PER_SHARD
+from thinwire.checkpoint.holder.version import ShardId, topology_digest
+from thinwire.checkpoint.options import Storage
 from thinwire.checkpoint.pacing.counters import BusySampler, TransmitCounters, interface_to
 from thinwire.checkpoint.placement import replicas_of_ranks
+from thinwire.checkpoint.state.layout import aligned
 from thinwire.comm.hosts import boot_id
 from thinwire.errors import ThinwireError
-from thinwire.holder.client import DEFAULT_LAYOUT_BYTES, HolderClient
-from thinwire.holder.replication import is_loopback, parse_address
-from thinwire.holder.start import HolderOptions, end_with_agent, ensure_holder, load_secret, socket_path
-from thinwire.holder.version import ShardId, topology_digest
 
 logger = logging.getLogger("thinwire")
 
-GRANULE_BYTES = 1 << 20
-LAYOUT_BYTES_PER_TENSOR = 4096
+_PAGE_BYTES = 4096
+LAYOUT_BYTES = 16 << 10  # grows with the first version
 _JOBS: dict[int, str] = {}  # by process, because a forked one is another job
 
 
 def room_bytes(payload_bytes: int) -> int:
-    """Return the capacity of a slot in bytes, rounded up, so that states of similar size get the same slots."""
-    return max(1, -(-payload_bytes // GRANULE_BYTES)) * GRANULE_BYTES
+    """Return the capacity of a slot in bytes, up to an eighth more, so that similar states get the same slots."""
+    granule = max(_PAGE_BYTES, 1 << max(0, payload_bytes.bit_length() - 4))
+    return max(1, -(-payload_bytes // granule)) * granule
 
 
-def places_of(holders: Sequence[str], replicas: int, domains: Sequence[str] | None = None) -> list[list[str]]:
+def holders_of(holders: Sequence[str], replicas: int, domains: Sequence[str] | None = None) -> list[list[str]]:
     """Return for each rank the addresses of the holders of its shard, its own first.
 
     ``holders`` and ``domains`` have, for each rank, the address of its host's holder and its failure domain. Ranks with
@@ -49,19 +60,35 @@ def places_of(holders: Sequence[str], replicas: int, domains: Sequence[str] | No
     return [[holders[peer] for peer in peers] for peers in replicas_of_ranks(machines, replicas, labels)]
 
 
+def kept_once(
+    rank: int,
+    holders: Sequence[str],
+    commons: Sequence[tuple[int, int]],
+    replicas: int,
+    domains: Sequence[str] | None = None,
+) -> Common | None:
+    """Return what a rank has in common with others, if they are on so many hosts that it need not be sent to any.
+
+    ``commons`` has the group of each rank, named by its first rank, and the bytes that they have in common. Their hosts
+    are in as many failure domains as copies would be.
+    """
+    group, num_bytes = commons[rank] if commons else (0, 0)
+    members = [other for other, (its, _) in enumerate(commons) if its == group]
+    hosts, labels = [holders[other] for other in members], domains or holders
+    spread, possible = {labels[other] for other in members}, min(replicas, len(set(labels)))
+    if not num_bytes or len(hosts) < 2 or len(set(hosts)) < replicas or len(spread) < possible:
+        return None
+    return Common(group, num_bytes, hosts.count(holders[rank]))
+
+
 def placed_at(holder: str, holders: Sequence[str], replicas: int, domains: Sequence[str] | None = None) -> list[int]:
-    """Return the ranks whose shards are placed at a holder: those of its own host, and those that it keeps for others.
+    """Return the ranks whose shards are placed at a holder: ranks of its own host, and others that it keeps copies of.
 
     Example:
         >>> placed_at("b:1", ["a:1", "b:1", "c:1", "d:1"], replicas=2)
         [0, 1]
     """
-    return [rank for rank, places in enumerate(places_of(holders, replicas, domains)) if holder in places]
-
-
-def peers_of(rank: int, holders: Sequence[str], replicas: int, domains: Sequence[str] | None = None) -> list[str]:
-    """Return the addresses of the holders that get a copy of a rank's shard."""
-    return places_of(holders, replicas, domains)[rank][1:]
+    return [rank for rank, copies in enumerate(holders_of(holders, replicas, domains)) if holder in copies]
 
 
 class Registration:
@@ -69,43 +96,45 @@ class Registration:
 
     ``client`` is None while this host has no holder. `connect`, `exchange` and `register` are collective.
 
-    ``num_tensors`` determines the room for layouts; ``leases``: whether this job must be the only one that uses the
-    run. The other arguments are those of `Checkpointer`.
+    ``about`` describes the training; ``topology`` is the digest of that, which names it. ``group`` has its ranks.
+    ``leases``: whether this job must be the only one that uses the
+    run.
 
     Whoever chooses the versions to go back to sets ``wanted``, for each holder the digests of those that it keeps or
     gets, ``chosen``, their attempt and step, and ``left``, their topology if it is another one. ``moving``: until
     `release`.
+
+    ``groups``: for each rank the first one that has the same in common with others, and ``common`` what this one has,
+    if it is kept once on each host.
     """
 
     def __init__(
-        self,
-        socket: str | Path | None,
-        run_id: str,
-        topology: dict[str, Any],
-        replicas: int,
-        num_tensors: int,
-        group: dist.ProcessGroup,
-        domain: str | None = None,
-        leases: bool = True,
+        self, storage: Storage, run_id: str, about: dict[str, Any], group: dist.ProcessGroup, leases: bool = True
     ) -> None:
-        self._path, self._run_id, self._topology = socket_path(socket), run_id, topology
+        domain = storage.domain
+        self._path, self.run_id, self.about = socket_path(storage.holder_socket), run_id, about
+        self.topology = topology_digest(about)
+        self.marker = RunMarker(self._path, run_id)
         self._domain = domain if domain is not None else os.environ.get("THINWIRE_DOMAIN", "")
         self.wanted: Mapping[str, Sequence[str]] = {}
         self.chosen: tuple[int, int] | None = None
         self.left: str | None = None
         self.moving = False
         self._domains: list[str] | None = None
-        self._group, self.rank = group, dist.get_rank(group)
-        self.layout_bytes = max(DEFAULT_LAYOUT_BYTES, LAYOUT_BYTES_PER_TENSOR * num_tensors)
+        self.group, self.rank = group, dist.get_rank(group)
+        self.layout_bytes = LAYOUT_BYTES
+        self.groups: list[int] = [0] * dist.get_world_size(group)
+        self.common: Common | None = None
+        self._commons: list[tuple[int, int]] = []
         self.client: HolderClient | None = None
         self.registered = False
         self._room = (0, 0)  # bytes of a payload and of a layout
         self._attempt = -1
         self.holders: list[str] = []
         self.peers: list[str] = []
-        self.replicas = replicas
+        self.replicas = storage.replicas
         first = gather_json(_JOBS.setdefault(os.getpid(), secrets.token_hex(8)), group)[0]
-        self._job = f"{first}/{topology_digest(topology)}" if leases else ""
+        self._job = f"{first}/{self.topology}" if leases else ""
         end_with_agent()
         try:
             self._connect_all()
@@ -148,9 +177,9 @@ class Registration:
                 " processes, not of the machine (pass replicas=1 to say that this is meant)"
             )
             self.replicas = 1
-        places = places_of(self.holders, self.replicas, self._domains)  # or an error: too few machines
+        copies = holders_of(self.holders, self.replicas, self._domains)  # or an error: too few machines
         labels = dict(zip(self.holders, self._domains or self.holders, strict=True))
-        sharing = sorted({held[0] for held in places if len({labels[holder] for holder in held}) < len(held)})
+        sharing = sorted({held[0] for held in copies if len({labels[holder] for holder in held}) < len(held)})
         if sharing:
             self._warn(
                 "two copies of one shard are in one failure domain, whose loss would cost both, for the hosts"
@@ -163,19 +192,20 @@ class Registration:
 
     def _connect(self, start: bool = False) -> HolderClient:
         """To the holder of this host, which is started if all ranks of the job are on this host."""
-        world_size = str(dist.get_world_size(self._group))
+        world_size = str(dist.get_world_size(self.group))
         if start and os.environ.get("LOCAL_WORLD_SIZE") == world_size:
             client = ensure_holder(HolderOptions(socket=str(self._path)))
         elif not self._path.exists():
             raise ValueError(
                 f"no holder at {self._path} on {os.uname().nodename}: start one on each host, before the trainers,"
-                " with: thinwire holder --bind ADDRESS --secret-file FILE --detach"
+                " with: thinwire holder --bind ADDRESS --secret-file FILE --detach (on one host, ranks of torchrun"
+                " start it by themselves, and others with LOCAL_WORLD_SIZE set to the number of ranks)"
             )
         else:
             client = HolderClient.connect(self._path, load_secret(self._path))
         try:
             if self._job:
-                client.join(self._run_id, self._job)
+                client.join(self.run_id, self._job)
         except BaseException:
             client.close()
             raise
@@ -189,20 +219,20 @@ class Registration:
                 address = str(self.client.holder_status()["address"])
             except ThinwireError as reason:
                 error = str(reason)
-        names = [self._run_id, topology_digest(self._topology)]
+        names = [self.run_id, self.topology]
         mine = {"address": address, "error": error, "boot": boot_id() or "", "names": names, "domain": self._domain}
-        told = gather_json(mine, self._group)
-        for rank, each in enumerate(told):
-            if each["names"] != told[0]["names"]:
+        gathered = gather_json(mine, self.group)
+        for rank, each in enumerate(gathered):
+            if each["names"] != gathered[0]["names"]:
                 raise ValueError(f"rank {rank} has another run_id, or another model or other parts, than rank 0")
-        failed = [f"rank {rank}: {each['error']}" for rank, each in enumerate(told) if not each["address"]]
+        failed = [f"rank {rank}: {each['error']}" for rank, each in enumerate(gathered) if not each["address"]]
         if failed:
             raise ValueError("; ".join(failed[:4]))
-        self.holders = [each["address"] for each in told]
-        labels = [each["domain"] or each["address"] for each in told]
-        self._domains = labels if any(each["domain"] for each in told) else None
+        self.holders = [each["address"] for each in gathered]
+        labels = [each["domain"] or each["address"] for each in gathered]
+        self._domains = labels if any(each["domain"] for each in gathered) else None
         local = next((holder for holder in self.holders if is_loopback(parse_address(holder)[0])), None)
-        if local is not None and len({each["boot"] for each in told}) > 1:
+        if local is not None and len({each["boot"] for each in gathered}) > 1:
             raise ValueError(f"other hosts cannot reach the holder at {local}: start it with --bind ADDRESS")
 
     def reconnect(self) -> bool:
@@ -219,48 +249,108 @@ class Registration:
         if client is not None:
             client.close()
 
-    def has_room(self, payload_bytes: int) -> bool:
-        """Return whether this rank has slots, and they are large enough."""
+    def has_room(self, payload_bytes: int, shared_bytes: int = 0) -> bool:
+        """Return whether this rank has slots, and they are large enough for a state of that size (0: not yet known), of
+        which other ranks have ``shared_bytes`` too."""
+        if self.common is not None and payload_bytes:
+            if shared_bytes != self.common.payload_bytes:
+                return False
+            payload_bytes -= aligned(shared_bytes)
         return self.registered and payload_bytes <= self._room[0] and self.layout_bytes <= self._room[1]
+
+    def share(self, chunks: int) -> tuple[int, int]:
+        """Return the chunks that this rank writes of those that it has in common with others: from, to before."""
+        mine = self.groups[self.rank]
+        here = [rank for rank, its in enumerate(self.groups) if its == mine and self.holders[rank] == self.here]
+        index = here.index(self.rank)
+        return chunks * index // len(here), chunks * (index + 1) // len(here)
+
+    @property
+    def has_in_common(self) -> bool:
+        """Whether some ranks have something in common with others, as far as that was registered."""
+        return any(num_bytes for _, num_bytes in self._commons)
+
+    def _kept_once(self, rank: int) -> Common | None:
+        return kept_once(rank, self.holders, self._commons, self.replicas, self._domains)
 
     def placed(self) -> dict[str, list[int]]:
         """Return for each holder the ranks whose shards are placed there."""
-        places = places_of(self.holders, self.replicas, self._domains)
-        return {holder: [rank for rank, held in enumerate(places) if holder in held] for holder in self.holders}
+        copies = holders_of(self.holders, self.replicas, self._domains)
+        return {holder: [rank for rank, held in enumerate(copies) if holder in held] for holder in self.holders}
 
-    def register(self, payload_bytes: int, attempt: int) -> None:
+    def register(self, payload_bytes: int, attempt: int, commons: Sequence[tuple[int, int]] = ()) -> None:
         """Register slots for a state of that size, here and on the peers; ranks that have them already keep them.
 
-        Raises ValueError on all ranks, with the reasons, if one of them did not get them.
+        ``commons``: for each rank its group, named by the first rank of it, and the bytes that it has in common with
+        that. Raises ValueError on all ranks, with the reasons, if one of them did not get them.
         """
-        self.place(attempt)
-        peers = peers_of(self.rank, self.holders, self.replicas, self._domains)
-        if self.has_room(payload_bytes) and peers == self.peers and attempt == self._attempt:
+        before = self.common
+        self._commons = [(group, num_bytes) for group, num_bytes in commons]
+        self.groups = [group for group, _ in commons] or [0] * len(self.holders)
+        self.assign(attempt)
+        self.common = self._kept_once(self.rank)
+        shared_bytes = self.common.payload_bytes if self.common is not None else 0
+        peers = holders_of(self.holders, self.replicas, self._domains)[self.rank][1:]
+        is_same = peers == self.peers and attempt == self._attempt and self.common == before
+        if is_same and self.has_room(payload_bytes, shared_bytes):
             self._all(lambda: None)
         else:
-            self._all(lambda: self._hello(payload_bytes, attempt, peers))
+            self._all(lambda: self._hello(max(0, payload_bytes - aligned(shared_bytes)), attempt, peers))
 
-    def place(self, attempt: int) -> None:
+    def shortage(self, payload_bytes: int, commons: Sequence[tuple[int, int]] = ()) -> str:
+        """Return which holder can never keep a state of that size, by its budget, or an empty text; collective."""
+        self._commons, self.groups = list(commons), [group for group, _ in commons] or self.groups
+        common = [self._kept_once(rank) for rank in range(len(self.holders))]
+        own = common[self.rank]
+        rest = payload_bytes - (aligned(own.payload_bytes) if own is not None else 0)
+        slot, budget = SlotSize(max(room_bytes(max(0, rest)), self._room[0]), self.layout_bytes), None
+        with contextlib.suppress(ThinwireError):
+            budget = self.client and int(self.client.holder_status()["budget_bytes"])
+        gathered = gather_json([budget, slot.total_bytes, rest], self.group)
+        for holder, ranks in self.placed().items():
+            budget, _, _ = gathered[self.holders.index(holder)]
+            slots = [gathered[rank][1] for rank in ranks]
+            once = {each for each, its in zip(common, self.holders, strict=True) if each and its == holder}
+            in_common = [SlotSize(each.payload_bytes, 0).total_bytes for each in once]
+            needed = SLOTS_PER_SHARD * sum(slots + in_common)
+            if budget is not None and needed > budget:
+                more = f" and {len(ranks) - 8} more" * (len(ranks) > 8)
+                return (
+                    f"the holder at {holder} has a memory budget of {budget:,} bytes and needs {needed:,}, which is"
+                    f" {SLOTS_PER_SHARD} slots for each of the {len(ranks)} shards that it keeps (of ranks"
+                    f" {', '.join(map(str, ranks[:8]))}{more}), and for the {sum(in_common):,} bytes that its ranks"
+                    f" have in common with others. A slot has the rest of its rank's state, up to an eighth more, and"
+                    f" {self.layout_bytes:,} for the layout, and some pages: {slots[0]:,}"
+                    f" for the {gathered[ranks[0]][2]:,} of rank {ranks[0]}. Start the holder with"
+                    f" --memory-budget={needed} or more, or pass fewer replicas"
+                )
+        return ""
+
+    def assign(self, attempt: int) -> None:
         """Tell the holders which shards belong where, and what stays until all of them are there; collective.
 
         Raises ValueError on all ranks.
         """
+        self.reconnect()  # after an attempt that failed
         self._all(self.exchange)
-        self._all(lambda: self._place(attempt))
+        self._all(lambda: self._assign(attempt))
         self.moving = True
 
-    def _place(self, attempt: int) -> None:
+    def _assign(self, attempt: int) -> None:
         if self.client is not None and self.is_first:
-            topology = topology_digest(self._topology)
-            placed = [ShardId(self._run_id, topology, rank) for rank in self.placed()[self.here]]
-            self.client.place(self._run_id, placed, self.wanted.get(self.here, ()), attempt, self.chosen)
+            placed = [ShardId(self.run_id, self.topology, rank) for rank in self.placed()[self.here]]
+            here = [rank for rank, holder in enumerate(self.holders) if holder == self.here]
+            groups = {each.group for each in map(self._kept_once, here) if each is not None}
+            groups |= {self.groups[rank] for rank in here if self.has_in_common and self.chosen is not None}
+            placed += [placed[0].common_id(group) for group in sorted(groups)]
+            self.client.assign(self.run_id, placed, self.wanted.get(self.here, ()), attempt, self.chosen)
 
     def release(self) -> None:
         """Have this host free what belongs elsewhere; when all ranks know that all copies are there."""
         self.moving, self.wanted = False, {}
         if self.client is not None and self.is_first:
-            topologies = [topology_digest(self._topology), *([self.left] if self.left is not None else [])]
-            self.client.release(self._run_id, topologies)
+            topologies = [self.topology, *([self.left] if self.left is not None else [])]
+            self.client.release(self.run_id, topologies)
 
     @property
     def is_first(self) -> bool:
@@ -277,7 +367,7 @@ class Registration:
                 self.close()
                 raise
 
-        on_all(self._group, guarded, ValueError)
+        on_all(self.group, guarded, ValueError)
 
     def _hello(self, payload_bytes: int, attempt: int, peers: list[str]) -> None:
         if self.registered:  # a connection has one shard, and its peers stay
@@ -286,7 +376,7 @@ class Registration:
         if self.client is None:
             raise ValueError(f"no holder at {self._path}")
         room = max(room_bytes(payload_bytes), self._room[0]), self.layout_bytes
-        self.client.hello(self._run_id, self._topology, self.rank, room[0], peers, attempt, room[1])
+        self.client.hello(self.run_id, self.about, self.rank, room[0], peers, attempt, room[1], self.common)
         for address, reason in self.client.unreachable.items():
             logger.warning("the holder at %s cannot be reached yet: %s", address, reason)
         self.registered, self._room, self.peers, self._attempt = True, room, peers, attempt

@@ -6,21 +6,25 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence, Set
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from thinwire.checkpoint.choice import Choice, choose
+from thinwire.checkpoint.choice import OTHER_TOPOLOGY, Choice, choose
 from thinwire.checkpoint.dcp.tier import DiskShards, PersistentTier
-from thinwire.checkpoint.group import on_all
+from thinwire.checkpoint.group import gather_json, odd_ranks, on_all
+from thinwire.checkpoint.holder.faultpoint import reach
+from thinwire.checkpoint.holder.start import STANDBYS_VARIABLE, KnownRun
+from thinwire.checkpoint.holder.version import NONCE_BITS, StoredStep, Version, next_attempt, preferred, start_order
 from thinwire.checkpoint.records import Notices
 from thinwire.checkpoint.recovery import (
     ForeignShards,
     Survey,
+    ask_outside,
     foreign_steps,
     gather_layouts,
     is_whole,
@@ -28,17 +32,18 @@ from thinwire.checkpoint.recovery import (
     survey,
 )
 from thinwire.checkpoint.registration import Registration
+from thinwire.checkpoint.state.encode import StateEncoder
+from thinwire.checkpoint.state.layout import StateLayout, aligned
 from thinwire.checkpoint.state.sharding import Move, fill, plan_moves
 from thinwire.checkpoint.state.snapshot import TrainingState
 from thinwire.errors import ThinwireError
-from thinwire.holder.faultpoint import reach
-from thinwire.holder.version import NONCE_BITS, StoredStep, Version, next_attempt, start_order, topology_digest
 
 logger = logging.getLogger("thinwire")
 
 _TRIES = 3  # of versions in memory, each with those left after the failure before
 _MEMORY, _DISK = 1, 0
 _UNFINISHED = 2  # checkpoints that a crash may cost at any time: a shard has two slots
+_NEWEST = 3  # steps whose layouts are asked for the holders of their hosts
 _RELEASE_SECONDS = 3.0
 
 
@@ -46,23 +51,29 @@ _RELEASE_SECONDS = 3.0
 class Restored:
     """The restored step (None for a fresh start), and the attempt of new versions, which names this start of the run.
 
-    ``in_slots``: whether the version is in the slots of all ranks now.
+    ``origin`` is the attempt of the fresh start that the training began with, or -1 if that is not known. ``in_slots``:
+    whether the version is in the slots of all ranks now. ``certified``: the newest step up to there at which all ranks
+    are known to have been the same, or -1.
     """
 
     step: int | None
     attempt: int
+    origin: int
     in_slots: bool = False
+    certified: int = -1
 
 
 @dataclass(frozen=True)
 class _Candidate:
-    """``order``: newest last; a version in memory goes before the same step on the disk."""
+    """``order``: newest last; a version in memory goes before the same step on the disk. ``certified``: whether ranks
+    have alike what they should; None if nothing of it should be."""
 
     order: tuple[tuple[int, int], int]
     attempt: int
     step: int
     where: str
     load: Callable[[], None]
+    certified: bool | None
     is_foreign: bool = False
 
     @property
@@ -78,24 +89,19 @@ class Restorer:
         training: TrainingState,
         registration: Registration,
         tier: PersistentTier | None,
-        group: dist.ProcessGroup,
-        run_id: str,
-        topology: dict[str, Any],
         notices: Notices,
         every: int = 1,
     ) -> None:
-        self._training, self._registration, self._tier, self._group = training, registration, tier, group
-        self._run_id, self._topology, self._notices, self._every = run_id, topology, notices, every
-        self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
+        self._training, self._registration, self._tier, self._group = training, registration, tier, registration.group
+        self._run_id, self._notices, self._every = registration.run_id, notices, every
+        self._rank, self._world_size = registration.rank, dist.get_world_size(self._group)
         self._attempt: int | None = None
-
-    def survey(self) -> Survey:
-        """Gather the versions in the memory of all hosts; collective."""
-        registration, topology = self._registration, topology_digest(self._topology)
-        placed = registration.placed()
-        found = survey(registration, self._run_id, topology, self._group, placed)
-        self._want(found.choice)
-        return found
+        self._compares = training.keeps_ranks_alike
+        # digest of what ranks should have alike, newest certified step before, and their group
+        self._loaded: tuple[str, int, int] = ("", -1, 0)
+        self._known, self._remembers = KnownRun(), False
+        self._origin, self._kept_at = -1, ""  # of the training: its fresh start, and the holders of what was restored
+        self._origins: dict[str, int] = {}  # of the training that each host remembers, by its holder
 
     def _want(self, choice: Choice) -> None:
         """Have the holders keep the versions of a choice while they make room."""
@@ -103,37 +109,106 @@ class Restorer:
         registration.wanted = {h: choice.wanted_at(h, owners) for h, owners in registration.placed().items()}
         registration.chosen = None if choice.step is None else (choice.attempt, choice.step)
 
-    def begin(self) -> Survey:
+    def _look(
+        self, step: int | None = None, verify: bool = False
+    ) -> tuple[Survey, list[_Candidate], list[str], list[str]]:
+        """Survey, also holders outside of the job as long as those inside lack something, and list `_candidates`.
+
+        Collective.
+        """
+        registration = self._registration
+        marked, standbys = registration.marker.read(), os.environ.get(STANDBYS_VARIABLE, "").split()
+        gathered = gather_json([asdict(marked), standbys], self._group)
+        self._known = KnownRun(*(max(each[name] for each, _ in gathered) for name in ("step", "attempt")))
+        self._origins = {
+            holder: each["origin"]
+            for holder, (each, _) in zip(registration.holders, gathered, strict=True)
+            if each["origin"] >= 0 and not self._known.has_given_up(each["origin"])
+        }
+        unasked = {str(address) for each, others in gathered for address in (*each["holders"], *others)}
+        asked = set(registration.holders)
+        surveyed = survey(registration, self._known, self._compares)
+        while True:
+            self._want(surveyed.choice)
+            candidates, reasons, on_disk = self._candidates(surveyed, step)
+            unasked = (
+                (unasked | self._holders_named(surveyed)) - asked if self._lacks(surveyed, candidates, step) else set()
+            )
+            if not unasked:
+                return surveyed, candidates, reasons, on_disk
+            surveyed = ask_outside(surveyed, unasked, registration, self._known, self._compares, verify)
+            asked |= unasked
+
+    def _lacks(self, surveyed: Survey, candidates: Sequence[_Candidate], step: int | None) -> bool:
+        """Return whether the step that was asked for is missing, or more of the newest steps than any crash costs.
+
+        One version alone after what can be restored is what a crash leaves, however many steps were between: to ask the
+        holder of a lost host for it takes seconds.
+        """
+        if step is not None:
+            return all(candidate.step != step for candidate in candidates)
+        alike = [each for each in candidates if not (each.on_disk or (self._compares and each.certified is False))]
+        newest = max((each.order[0] for each in alike), default=None)
+        return newest is None or len(self._given_up(surveyed, newest)) > 1
+
+    def _given_up(self, surveyed: Survey, newest: tuple[int, int], passed: Set[int] = frozenset()) -> set[int]:
+        """Steps after the ``newest`` but those ``passed``, if they are more than any crash leaves unfinished."""
+        newer = {v.step for v in self._seen(surveyed) if start_order(v.attempt, v.step) > newest} - passed
+        return newer if newer and max(newer) - newest[1] > _UNFINISHED * self._every else set()
+
+    def _holders_named(self, surveyed: Survey) -> set[str]:
+        """The holders of the hosts that wrote the newest steps, as the layouts of these say; collective."""
+        named: list[Any] = []
+        for version in foreign_steps(surveyed.inventories, self._run_id, "")[:_NEWEST]:
+            for layout in gather_layouts(version, self._registration).values():
+                named += _holders_of(layout)
+        return {address for address in named if isinstance(address, str)}
+
+    def remember(self, step: int) -> None:
+        """Have this host remember that the run has reached a step, once it is beyond its beginning; not collective."""
+        if not self._remembers and step > _UNFINISHED * self._every:
+            self._remembers, registration = True, self._registration
+            if registration.is_first:
+                holders = tuple(sorted(set(registration.holders)))
+                registration.marker.write(KnownRun(step, self._known.attempt, holders, self._origin))
+
+    def begin(self) -> Restored:
         """Survey for a training that begins without a restore; collective.
 
         Raises ValueError if there is something to restore.
         """
-        found = self.survey()
-        candidates, reasons, on_disk = self._candidates(found, None)
+        surveyed, candidates, reasons, on_disk = self._look()
         if candidates:
-            newest = max(candidates, key=lambda candidate: candidate.order)
+            newest = self._preferred(candidates)
             raise ValueError(
                 f"run {self._run_id!r} has a checkpoint of step {newest.step}, which the first step would overwrite:"
                 " call restore() before it, restore(fresh=True) to give it up, or take another run_id"
             )
-        self._begin_anew(found, reasons, on_disk)
-        return found
+        self._start_over(surveyed, reasons, on_disk)
+        return self._fresh(surveyed.attempt)
+
+    def _fresh(self, attempt: int) -> Restored:
+        self._origin = attempt
+        return Restored(None, attempt, attempt)
 
     def start_afresh(self) -> Restored:
         """Give up all versions of the run that this job can reach, saying which; collective.
 
         Raises ValueError if a trainer uses one of them, ThinwireError if those on the disk cannot be set aside.
         """
-        found = self.survey()
+        surveyed = self._look()[0]
         on_disk, unreadable = self._tier.survey() if self._tier is not None else ([], [])
-        steps = sorted({version.step for version in self._seen(found)} | {about["step"] for about in on_disk})
+        steps = sorted({version.step for version in self._seen(surveyed)} | {about["step"] for about in on_disk})
         if steps or unreadable:
-            self._tell(f"the run {self._run_id!r} starts anew, and gives up its steps {_listed(steps)}")
+            self._tell(f"the run {self._run_id!r} starts over, and gives up its steps {_listed(steps)}")
         self._want(Choice(None))
         self._forget()
         if self._tier is not None:
             self._tier.give_up()
-        return Restored(None, found.attempt)
+        if self._registration.is_first:  # holders outside of the job keep what is given up here
+            self._registration.marker.write(KnownRun(attempt=surveyed.attempt))
+        self._known, self._remembers = KnownRun(attempt=surveyed.attempt), False
+        return self._fresh(surveyed.attempt)
 
     def _forget(self) -> None:
         """Free the versions of the run on the hosts of this job; collective. Raises ValueError if one is in use."""
@@ -161,44 +236,93 @@ class Restorer:
     def restore(self, step: int | None = None) -> Restored:
         """Load the newest state that all ranks can have, or that of ``step``, in place; collective.
 
+        From wherever it is, a certified one goes before newer ones in which ranks differ.
+
         Raises ValueError if there are only versions that cannot be restored, or none of ``step``; ThinwireError if none
         of them can be loaded.
         """
         self._attempt, failure, spoiled, tries = None, "", set(), 0
         while tries < _TRIES:
-            found = self.survey()
+            surveyed, candidates, reasons, on_disk = self._look(step, verify=tries > 0)
             if self._attempt is None:
-                self._attempt = found.attempt
-            candidates, reasons, on_disk = self._candidates(found, step)
+                self._attempt = surveyed.attempt
             left = [each for each in candidates if each.where not in spoiled and step in (None, each.step)]
             if not left:
                 if step is not None and not failure:
                     steps = _listed(sorted({candidate.step for candidate in candidates}))
                     raise ValueError(f"run {self._run_id!r} has no step {step} to restore; it has {steps}")
                 if not (candidates or failure):
-                    self._begin_anew(found, reasons, on_disk)
+                    self._start_over(surveyed, reasons, on_disk)
                 break
-            newest = max(left, key=lambda candidate: candidate.order)
+            newest = self._preferred(left)
             failure = self._load(newest)
             if not failure:
-                self._say_what_is_left(newest, found, reasons)
+                self._say_what_is_left(newest, left, surveyed, reasons)
+                self._say_who_never_met(newest.step)
+                self.remember(newest.step)
                 attempt = max(self._attempt, next_attempt([newest.attempt], self._attempt % (1 << NONCE_BITS)))
                 in_slots = not newest.on_disk and not newest.is_foreign
-                return Restored(newest.step, attempt, in_slots)
+                return Restored(newest.step, attempt, self._origin, in_slots, self._certify(newest))
             tries += not newest.on_disk
             spoiled |= {newest.where} if newest.on_disk else set()
         if failure:  # not a fresh start any more: some of it may be loaded
             raise ThinwireError(f"a checkpoint of run {self._run_id!r} was not restored: {failure}")
-        return Restored(None, self._attempt or 0)
+        return self._fresh(self._attempt or 0)
 
-    def _say_what_is_left(self, restored: _Candidate, found: Survey, reasons: list[str]) -> None:
-        """Report newer versions that the training will overwrite, beyond those that any crash leaves unfinished."""
+    def _preferred(self, candidates: list[_Candidate]) -> _Candidate:
+        newest_first = sorted(candidates, key=lambda candidate: candidate.order, reverse=True)
+        result = preferred(newest_first, lambda candidate: candidate.certified if self._compares else None)
+        assert result is not None, "there is a candidate"
+        return result
+
+    def _certify(self, restored: _Candidate) -> int:
+        """Return the newest step at which all ranks are known to have been the same, or -1; collective.
+
+        If ranks should be alike in what was restored, and are not known to be, that is said.
+        """
+        gathered = gather_json(self._loaded, self._group)
+        digests, steps, groups = zip(*gathered, strict=True)
+        certified, differ = min(steps), odd_ranks(digests, groups)[1]
+        if not self._compares or (restored.certified is None and not differ):
+            return -1
+        if restored.certified and not differ:
+            logger.info("step %s: parameters and optimizer state are the same on all ranks", restored.step)
+            return restored.step
+        self._tell(
+            f"step {restored.step}, restored {restored.where}, is not certified: "
+            + (f"parameters or optimizer state of {differ}" if differ else "it is not known whether all were the same")
+            + (f"; step {certified}, at which all were the same, is not available" if certified >= 0 else "")
+            + ". Go on from another one with restore(step=...), or say that ranks are meant to differ with"
+            " on_divergence='off'"
+        )
+        return certified
+
+    def _say_what_is_left(
+        self, restored: _Candidate, left: list[_Candidate], surveyed: Survey, reasons: list[str]
+    ) -> None:
+        """Report newer versions that the training will overwrite: those that are whole and not certified, and others
+        beyond those that any crash leaves unfinished."""
         order = restored.order[0]
-        newer = {v.step for v in self._seen(found) if start_order(v.attempt, v.step) > order}
-        if newer and max(newer) - restored.step > _UNFINISHED * self._every:
+        passed = {candidate.step for candidate in left if candidate.order[0] > order}
+        if passed:
+            self._tell(
+                f"step {restored.step}, which is certified, was restored {restored.where}; newer ones are given up,"
+                f" because ranks differ in them, or are not known to be the same: steps {_listed(sorted(passed))}"
+            )
+        if newer := self._given_up(surveyed, order, passed):
             self._tell(
                 f"step {restored.step} was restored {restored.where}; newer ones are given up, steps"
                 f" {_listed(sorted(newer))}: {'; '.join(reasons) or 'another one was asked for'}"
+            )
+
+    def _say_who_never_met(self, step: int) -> None:
+        """Report hosts that took part in another training of this name, which nobody has given up."""
+        strangers = sorted(holder for holder, origin in self._origins.items() if origin != self._origin)
+        if strangers and self._origin >= 0:
+            self._tell(
+                f"holder {_listed(strangers)} keeps another training of the name {self._run_id!r}, which never met the"
+                f" one of which step {step} was restored: the restored one was kept at {self._kept_at}. If they are"
+                " two, end this job and give each a name of its own: from now on what the other one has is overwritten"
             )
 
     def _tell(self, text: str) -> None:
@@ -206,8 +330,8 @@ class Restorer:
         if self._rank == 0:
             self._notices.add(text)
 
-    def _seen(self, found: Survey) -> list[Version]:
-        return [v for versions in found.inventories.values() for v in versions if v.shard.run_id == self._run_id]
+    def _seen(self, surveyed: Survey) -> list[Version]:
+        return [v for versions in surveyed.inventories.values() for v in versions if v.shard.run_id == self._run_id]
 
     def _load(self, candidate: _Candidate) -> str:
         """Why some ranks could not, the same on all of them, or empty; collective."""
@@ -218,46 +342,57 @@ class Restorer:
             return str(error)
         return ""
 
-    def _candidates(self, found: Survey, step: int | None) -> tuple[list[_Candidate], list[str], list[str]]:
+    def _candidates(self, surveyed: Survey, step: int | None) -> tuple[list[_Candidate], list[str], list[str]]:
         """All versions that can be restored, and why others cannot, in memory and on the disk; collective.
 
-        Of those of other topologies only the newest that is newer than all of this one, unless a ``step`` is asked for.
+        Of other topologies only what is newer than all of this one in which ranks do not differ, down to the
+        first in which they do not, unless a ``step`` is asked for.
         """
-        candidates, reasons = [], list(found.choice.reasons)
-        topology, holders = topology_digest(self._topology), self._registration.holders
-        placed = self._registration.placed()
-        steps = sorted({version.step for version in self._seen(found)}) if step is not None else []
-        choices = [choose(found.inventories, holders, self._run_id, topology, placed, each) for each in steps]
-        for choice in choices if step is not None else [found.choice]:
+        candidates, reasons = [], list(surveyed.choice.reasons)
+        topology, holders = self._registration.topology, self._registration.holders
+        placed, compares = self._registration.placed(), self._compares
+        for each in sorted({version.step for version in self._seen(surveyed)}):
+            choice = choose(surveyed.inventories, holders, self._run_id, topology, placed, each, compares)
             if choice.step is not None:
-                order, load = start_order(choice.attempt, choice.step), partial(self._load_choice, choice)
-                candidates.append(_Candidate((order, _MEMORY), choice.attempt, choice.step, "from memory", load))
-        newest = max((candidate.order[0] for candidate in candidates), default=(-1, -1))
-        for version in foreign_steps(found.inventories, self._run_id, topology):
+                where = start_order(choice.attempt, choice.step), _MEMORY
+                load, certified = partial(self._load_choice, choice), choice.certified
+                candidates.append(_Candidate(where, choice.attempt, choice.step, "from memory", load, certified))
+        alike = [each.order[0] for each in candidates if not (compares and each.certified is False)]
+        newest = max(alike, default=(-1, -1))
+        others: set[str] = set()  # topologies of other models, which are said once
+        for version in foreign_steps(surveyed.inventories, self._run_id, topology):
             if version.order > newest or step is not None:
-                layouts = gather_layouts(version, self._registration, self._group)
-                if is_whole(layouts, self._topology):
+                layouts = gather_layouts(version, self._registration)
+                if is_whole(layouts, self._registration.about):
                     where, load = f"of {len(layouts)} ranks, from memory", partial(self._load_foreign, version, layouts)
-                    order = (version.order, _MEMORY)
-                    candidates.append(_Candidate(order, version.attempt, version.step, where, load, True))
-                    if step is None:
+                    order, certified = (version.order, _MEMORY), version.certified
+                    candidates.append(_Candidate(order, version.attempt, version.step, where, load, certified, True))
+                    if step is None and not (compares and certified is False):
                         break
-                else:
+                elif version.topology not in others:
                     reasons.append(self._why_not(version, layouts))
-        disk, others = self._on_disk()
-        return candidates + disk, reasons, others
+                    others |= {version.topology} if "of another model" in reasons[-1] else set()
+        if others:
+            reasons = [reason for reason in reasons if OTHER_TOPOLOGY not in reason]
+        disk, unread = self._on_disk()
+        return candidates + disk, reasons, unread
 
     def _load_choice(self, choice: Choice) -> None:
         registration, attempt = self._registration, self._attempt
         assert attempt is not None
         self._want(choice)
-        registration.register(choice.versions[self._rank].payload_bytes, attempt)
+        common = [(version.group, version.common_bytes) for version in choice.versions]
+        own = choice.versions[self._rank]
+        registration.register(own.payload_bytes + aligned(own.common_bytes), attempt, common)
         assert registration.client is not None
-        load_shard(registration.client, choice, self._rank, registration.here, self._training)
-        if choice.certified is not None:
-            alike = "" if choice.certified else "not "
-            newer = "".join(f"; {reason}" for reason in choice.reasons if "of ranks differ" in reason)
-            logger.info("step %s: parameters are %sthe same on all ranks%s", choice.step, alike, newer)
+        layout = load_shard(registration.client, choice, self._rank, registration.here, self._training)
+        self._note(own.shared, layout, own.group)
+
+    def _note(self, shared: str, layout: StateLayout, group: int = 0) -> None:
+        certified, self._origin = (
+            each if type(each := layout.about.get(name)) is int else -1 for name in ("certified", "origin")
+        )
+        self._loaded, self._kept_at = (shared, certified, group), _listed(sorted(set(map(str, _holders_of(layout)))))
 
     def _load_foreign(self, version: StoredStep, layouts: dict[int, Any]) -> None:
         like, registration = self._like(len(layouts)), self._registration
@@ -267,32 +402,45 @@ class Restorer:
             return state, plan_moves(targets, layouts, like)
 
         state, moves = on_all(self._group, prepare)
-        copies = [version.digest for copy in version.copies.values() for version in copy.values()]
+        copies = [each.digest for copy in version.copies.values() for each in copy.values()] + list(version.common)
         registration.wanted = dict.fromkeys(registration.holders, copies)
         registration.chosen, registration.left = (version.attempt, version.step), version.topology
         assert self._attempt is not None
-        registration.place(self._attempt)
-        shards = ForeignShards(version, {move.owner for move in moves}, registration, self._group)
+        registration.assign(self._attempt)
+        shards = ForeignShards(version, {move.owner for move in moves}, registration)
         with contextlib.closing(shards):
-            fill(moves, shards)
+            fill(moves, shards.tensors)
             shards.verify()
         self._adopt(state, len(layouts))
+        loaded = next(iter(version.copies[like].values()))
+        self._note(loaded.shared, layouts[like], loaded.group)
 
     def _on_disk(self) -> tuple[list[_Candidate], list[str]]:
         candidates, reasons = [], []
         readable, unreadable = self._tier.survey() if self._tier is not None else ([], [])
         for about in readable:
             assert self._tier is not None
-            if about["state"] == self._topology["state"]:
+            if about["state"] == self._registration.about["state"]:
                 order = (start_order(about["attempt"], about["step"]), _DISK)
                 where = f"in {self._tier.directory}, step {about['step']}"
-                load = partial(self._read, about)
-                candidates.append(_Candidate(order, about["attempt"], about["step"], where, load))
+                load, certified = partial(self._read, about), self._is_certified(about)
+                candidates.append(_Candidate(order, about["attempt"], about["step"], where, load, certified))
             else:
-                reasons.append(f"step {about['step']} in {self._tier.directory} is of another model")
+                difference = ""
+                with contextlib.suppress(Exception, CheckpointException):
+                    difference = f": {self._training.difference(self._tier.open(about).layout(0))}"
+                reasons.append(f"step {about['step']} in {self._tier.directory} is of another model{difference}")
         if unreadable and self._tier is not None:
             reasons.append(f"steps {_listed(unreadable)} in {self._tier.directory} cannot be read")
         return candidates, reasons
+
+    def _is_certified(self, about: dict[str, Any]) -> bool | None:
+        """Whether a checkpoint on the disk is. One of an earlier release does not say so, so it is not."""
+        gathered = about.get("certified", False)
+        if gathered is None or about["world_size"] < 2:
+            return None
+        encoder = StateEncoder(self._training.is_replicated)
+        return gathered is True or (False if encoder.encode(self._training.capture(0)).shared_bytes else None)
 
     def _read(self, about: dict[str, Any]) -> None:
         """A checkpoint on the disk, of the same number of ranks or of another."""
@@ -309,11 +457,12 @@ class Restorer:
         layout = shards.layout(like)
         if shards.world_size == self._world_size:
             self._training.load(layout, shards.tensors(like, range(len(layout.slices))))
-            return
-        state, targets = self._training.prepare(layout)
-        layouts = {owner: shards.layout(owner) for owner in range(shards.world_size)}
-        fill(plan_moves(targets, layouts, like), shards)
-        self._adopt(state, shards.world_size)
+        else:
+            state, targets = self._training.prepare(layout)
+            layouts = {owner: shards.layout(owner) for owner in range(shards.world_size)}
+            fill(plan_moves(targets, layouts, like), shards.tensors)
+            self._adopt(state, shards.world_size)
+        self._note(shards.shared(like), layout)
 
     def _like(self, world_size: int) -> int:
         """The old rank whose values this one uses for everything that is not in parts."""
@@ -327,55 +476,64 @@ class Restorer:
             try:
                 synchronizer.load_state_dict(state["synchronizer"])
             except ValueError as error:
-                self._notices.add(f"the synchronizer starts anew, with empty memories: {error}")
+                self._notices.add(f"the synchronizer starts over, with empty memories: {error}")
             keep.append("synchronizer")
         self._training.adopt(state, keep)
         logger.info("rank %s of %s: restored from %s ranks", self._rank, self._world_size, world_size)
 
     def _why_not(self, version: StoredStep, layouts: dict[int, Any]) -> str:
-        states = {layout.about.get("state") for layout in layouts.values()}
-        sizes = {layout.about.get("world_size") for layout in layouts.values()}
-        if states != {self._topology["state"]}:
-            return f"step {version.step} is of topology {version.topology}: of another model, or other parts"
-        missing = sorted(set(range(max((int(size or 0) for size in sizes), default=0))) - set(layouts))
-        return (
-            f"step {version.step} is of topology {version.topology}, of {max(map(str, sizes))} ranks, and nobody here"
-            f" has shard {', '.join(map(str, missing[:8]))} of it"
+        other = next(
+            (each for each in layouts.values() if each.about.get("state") != self._registration.about["state"]), None
         )
+        sizes = {layout.about.get("world_size") for layout in layouts.values()}
+        if version.lacking:
+            return f"nobody has what ranks {_listed(version.lacking)} had in common with others at step {version.step}"
+        if not layouts:
+            return f"nobody can read what step {version.step} is made of"
+        if other is not None:
+            return f"step {version.step} is of another model: {self._training.difference(other)}"
+        missing = sorted(set(range(max((int(size or 0) for size in sizes), default=0))) - set(layouts))
+        return f"step {version.step} is of {max(map(str, sizes))} ranks, and nobody has shard {_listed(missing)} of it"
 
-    def _begin_anew(self, found: Survey, reasons: list[str], on_disk: list[str]) -> None:
+    def _start_over(self, surveyed: Survey, reasons: list[str], on_disk: list[str]) -> None:
         """Decide on a fresh start, where nothing can be restored; collective. Raises ValueError if it loses something.
 
         A run whose newest step anywhere is the first or the second that it keeps is at its beginning: before all ranks
         have a step everywhere there is no third one, because each shard has two slots. A crash costs as many steps at
-        any time, so such a run starts anew with a notice. Whether one of these steps was complete is not asked: only
+        any time, so such a run starts over with a notice. Whether one of these steps was complete is not asked: only
         the ranks that died know.
         """
-        seen, why = self._seen(found), "; ".join(reasons + on_disk)
-        if not why and not seen:
+        seen, why = self._seen(surveyed), "; ".join(reasons + on_disk)
+        is_known = self._known.step > _UNFINISHED * self._every
+        if not (why or seen or is_known):
             if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":  # perhaps the holders died with the workers
                 self._tell(
                     f"the workers were started again, and nobody has a checkpoint of run {self._run_id!r}, so training"
-                    " starts anew: what it did before is lost if there were checkpoints (persistent= outlives holders)"
+                    " starts over: what it did before is lost if there were checkpoints (a Disk outlives holders)"
                 )
             return
-        text = f"no checkpoint of run {self._run_id!r} can be restored: {why}"
-        if seen and not on_disk and max(version.step for version in seen) <= _UNFINISHED * self._every:
-            self._tell(f"{text}. It was at its beginning, so training starts anew")
+        text = f"no checkpoint of run {self._run_id!r} can be restored: {why or self._nothing_left()}"
+        if seen and not (on_disk or is_known) and max(version.step for version in seen) <= _UNFINISHED * self._every:
+            self._tell(f"{text}. It was at its beginning, so training starts over")
             self._forget()
             return
         raise ValueError(
-            f"{text}. {self._where_else(found)}Training does not start anew by itself, because that would overwrite"
+            f"{text}. {self._where_else(surveyed)}{_asked(surveyed, self._registration.holders)}"
+            "Training does not start over by itself, because that would overwrite"
             " what is left. Start as many ranks of the same model as before, on the same hosts; or restore(step=...)"
             " an older step where there is one; or give the run up with restore(fresh=True)"
         )
 
-    def _where_else(self, found: Survey) -> str:
+    def _nothing_left(self) -> str:
+        where = f"; there is none in {self._tier.directory}: is it mounted?" if self._tier is not None else ""
+        return f"it had reached step {self._known.step}, and no holder here has any of it{where}"
+
+    def _where_else(self, surveyed: Survey) -> str:
         """Where the missing shards of the newest step were, as its other shards tell; collective."""
-        for version in foreign_steps(found.inventories, self._run_id, "")[:1]:
-            layouts = gather_layouts(version, self._registration, self._group)
-            told = next(iter(layouts.values())).about if layouts else {}
-            holders, here = told.get("holders", []), set(self._registration.holders)
+        for version in foreign_steps(surveyed.inventories, self._run_id, "")[:1]:
+            layouts = gather_layouts(version, self._registration)
+            gathered = next(iter(layouts.values())).about if layouts else {}
+            holders, here = gathered.get("holders", []), set(self._registration.holders)
             missing = [(owner, holder) for owner, holder in enumerate(holders) if owner not in layouts]
             away = sorted({holder for _, holder in missing if holder not in here})
             if missing:
@@ -385,6 +543,22 @@ class Restorer:
         return ""
 
 
-def _listed(numbers: Sequence[int]) -> str:
-    more = f" ... {numbers[-1]}" if len(numbers) > 8 else ""
-    return ", ".join(map(str, numbers[:8])) + more or "none"
+def _asked(surveyed: Survey, inside: Sequence[str]) -> str:
+    """What holders outside of the job said."""
+    steps = {
+        h: sorted({v.step for v in surveyed.inventories[h]}) for h in sorted(set(surveyed.inventories) - set(inside))
+    }
+    gathered = [f"{holder} has {'steps ' + _listed(has) if has else 'nothing of it'}" for holder, has in steps.items()]
+    gathered += [f"{holder} did not answer ({why})" for holder, why in sorted(surveyed.silent.items())]
+    return f"Asked outside of it: {'; '.join(gathered[:8])}. " if gathered else ""
+
+
+def _holders_of(layout: StateLayout) -> list[Any]:
+    """The addresses of the holders of all shards of a version, as one of them says."""
+    holders = layout.about.get("holders")
+    return holders if isinstance(holders, list) else []
+
+
+def _listed(items: Sequence[object]) -> str:
+    more = f" ... {items[-1]}" if len(items) > 8 else ""
+    return ", ".join(map(str, items[:8])) + more or "none"

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from thinwire.comm.process_group import Exchange, check_fits
 from thinwire.errors import CorruptHeaderError, CorruptMessageError
-from thinwire.wire import Header
+from thinwire.rows.formats import Header
 
 SEAL_BYTES = 8
 RECORD_BYTES = Header.NUM_BYTES
@@ -51,12 +51,6 @@ def gather_numbers(exchange: Exchange, what: str, numbers: Sequence[float]) -> l
 def longest(exchange: Exchange, seconds: float) -> float:
     """Return the seconds of the slowest rank, on all ranks."""
     return max(gather_numbers(exchange, "seconds", [seconds]))[0]
-
-
-def longest_of_all(exchange: Exchange, seconds: float | None) -> float | None:
-    """Return what `longest` returns, or None if any rank passes None."""
-    gathered = gather_numbers(exchange, "seconds", [seconds or 0.0, seconds is None])
-    return None if any(is_missing for _, is_missing in gathered) else max(gathered)[0]
 
 
 def gather_json(exchange: Exchange, what: str, value: Any) -> list[Any]:
@@ -128,8 +122,8 @@ def _unsealed(exchange: Exchange, what: str, received: Sequence[Tensor]) -> list
         if seal != _seal(what, source, data):
             mine, sender = exchange.global_ranks[exchange.rank], exchange.global_ranks[source]
             raise CorruptHeaderError(
-                f"rank {mine}: the {what} that rank {sender} told has another checksum: the rank made another call,"
-                " bits changed on the way, or another version of thinwire runs there"
+                f"rank {mine}: bad checksum on the {what} from rank {sender}: it made a different call, the message was"
+                " corrupted, or it runs another version of thinwire"
             )
         opened.append(data)
     return opened

@@ -26,10 +26,11 @@ from thinwire.errors import (
     told,
 )
 from thinwire.observe.step import named
-from thinwire.wire import ALIGNMENT_BYTES, Format, Header, Kind, Message, aligned, digest64
+from thinwire.rows.formats import ALIGNMENT_BYTES, Format, Header, Kind, Message, aligned, digest64
 
 _MAX_DESCRIPTION_BYTES = 1 << 20
-_MAX_ERROR_BYTES = 4096
+MAX_ERROR_BYTES = 4096
+_LARGEST_TAG = (1 << 31) - 1
 
 
 T = TypeVar("T")
@@ -83,7 +84,8 @@ class Channel:
         self.codes_values = False  # whether values of rows travel as their code where it pays; alike on all ranks
         self.saved_bytes = 0  # by such codes
         self.formats_sent: dict[Kind, set[Format]] = {}
-        self._digest = subject.digest()
+        self._opened: tuple[Sequence[Message], Callable[[], Sequence[Tensor]]] | None = None  # by `begin_open`
+        self.digest = subject.digest()
 
     def global_rank(self, rank: int | None = None) -> int:
         """Return the rank that logs have for a rank, or for this one: messages name that."""
@@ -122,9 +124,35 @@ class Channel:
             MismatchError: a rank means another subject; raised on every rank.
             PeerError: another rank failed in `attempt`.
         """
-        draft = Draft(Format.COO, 0, torch.empty(0, dtype=torch.uint8), held)
-        self.swap(Kind.OPEN, lambda: [draft] * self.world_size)
+        self.swap(Kind.OPEN, lambda: self._opening(held))
         return self.held
+
+    def begin_open(self) -> None:
+        """Begin to `open`, without waiting for the others; `settle` completes it, before anything else is exchanged.
+
+        What a stream sends meanwhile reaches only ranks that mean the same.
+        """
+        outgoing = self.seal(Kind.OPEN, self._opening(0))
+        complete = self._run(self.exchange.begin_records, _packed(outgoing))
+        self._opened = outgoing, complete
+
+    def settle(self) -> None:
+        """Complete `begin_open`, if that was called.
+
+        Raises:
+            MismatchError, PeerError: as for `open`; but messages are on their way that nobody receives, so the
+                conversations of these ranks are over.
+        """
+        opened, self._opened = self._opened, None
+        if opened is not None:
+            outgoing, complete = opened
+            try:
+                self._completed(Kind.OPEN, outgoing, None, self._run(complete), 0)
+            except Exception as error:
+                raise told(error, 0) from None
+
+    def _opening(self, held: int) -> list[Draft]:
+        return [Draft(Format.COO, 0, torch.empty(0, dtype=torch.uint8), held)] * self.world_size
 
     def gather_numbers(self, numbers: Sequence[float]) -> list[list[float]]:
         """Gather the numbers of each rank, in rank order; the subject has to settle how many there are.
@@ -163,8 +191,19 @@ class Channel:
         except Exception as error:
             failure = error
             outgoing = [self.seal_error(error)] * self.world_size
-        packed = [_as_bytes(message.header.pack()) for message in outgoing]
-        headers = self._unpack(self._run(self.exchange.swap_records, packed))
+        records = self._run(self.exchange.swap_records, _packed(outgoing))
+        return self._completed(kind, outgoing, failure, records, max_payload_bytes)
+
+    def _completed(
+        self,
+        kind: Kind,
+        outgoing: Sequence[Message],
+        failure: Exception | None,
+        records: Sequence[Tensor],
+        max_payload_bytes: int,
+    ) -> list[Message]:
+        """Complete a swap whose headers have been exchanged as records."""
+        headers = [self._unpack(record, source) for source, record in enumerate(records)]
         self._check_identity(headers)
         for source, header in enumerate(headers):
             self._check_sender(header, source)
@@ -196,22 +235,20 @@ class Channel:
         """Send messages to one rank and return those that another one sends here; after `open`.
 
         Args:
-            origins: the rank that made each incoming message; the source may pass on those of others.
+            origins: the rank that made each incoming message; the source may pass on what others made.
 
-        Errors of peers are returned as messages; `thinwire.sync.schedules` builds patterns from this.
+        Errors of peers are returned as messages; `thinwire.sums.schedules` builds patterns from this.
 
         Raises:
             CorruptHeaderError: a header announces a payload that cannot be received.
         """
-        self.saved_bytes += sum(message.saved_bytes for message in outgoing)  # not by those of other ranks
-        packed = _joined([_as_bytes(message.header.pack()) for message in outgoing])
+        self.saved_bytes += sum(message.saved_bytes for message in outgoing)  # not by ids of other ranks
+        packed = _joined(_packed(outgoing))
         data = self._run(self.exchange.swap_with, target, packed, source, len(origins) * Header.NUM_BYTES)
-        headers = self._unpack([data[place * Header.NUM_BYTES :][: Header.NUM_BYTES] for place in range(len(origins))])
+        records = [data[index * Header.NUM_BYTES :][: Header.NUM_BYTES] for index in range(len(origins))]
+        headers = [self._unpack(record, origin) for record, origin in zip(records, origins, strict=True)]
         for header, origin in zip(headers, origins, strict=True):
-            self._check_sender(header, origin)
-            if (header.digest, header.sequence) != (self._digest, self.sequence):
-                raise CorruptHeaderError(f"{self.where()}: rank {self.global_rank(source)} is in another conversation")
-            self._check_announcement(header, kind, max_payload_bytes)
+            self._check_header(header, origin, kind, max_payload_bytes)
         check_fits(sum(header.payload_bytes for header in headers), self.where)
         ends = list(accumulate((header.payload_bytes for header in headers), initial=0))
         payload = _joined([message.payload for message in outgoing])
@@ -244,21 +281,21 @@ class Channel:
         sealed: dict[int, Message] = {}
         for draft in drafts:
             if id(draft) not in sealed:
-                header = Header(kind, self.rank, self.sequence, self._digest, draft.format, draft.held, draft.count)
+                header = Header(kind, self.rank, self.sequence, self.digest, draft.format, draft.held, draft.count)
                 sealed[id(draft)] = Message.sealed(header, draft.payload, draft.saved_bytes)
             if draft.count and kind in (Kind.PUSH, Kind.PULL, Kind.GATHER):
                 self.formats_sent.setdefault(kind, set()).add(draft.format)
         return [sealed[id(draft)] for draft in drafts]
 
-    def _unpack(self, headers: Sequence[Tensor]) -> list[Header]:
+    def _unpack(self, record: Tensor, source: int) -> Header:
         try:
-            return [Header.unpack(data.numpy().tobytes()) for data in headers]
+            return Header.unpack(record.numpy().tobytes())
         except CorruptMessageError as error:
-            raise CorruptHeaderError(f"{self.where()}: {error}") from error
+            raise CorruptHeaderError(f"{self.where(source)}: {error}") from error
 
     def _check_identity(self, headers: Sequence[Header]) -> None:
         """Raise on all ranks if their subjects differ, which all of them see; gather the descriptions to say how."""
-        if all(header.digest == self._digest and header.sequence == self.sequence for header in headers):
+        if all(header.digest == self.digest and header.sequence == self.sequence for header in headers):
             return
         texts = self._swap_text(f"call {self.sequence} on this lane: {self.subject.name}\n{self.subject.description}")
         others = ((rank, text) for rank, text in enumerate(texts) if text != texts[self.rank])
@@ -272,6 +309,22 @@ class Channel:
             " the same shapes, dtypes, scheme and seed."
         )
         raise told(error, self.world_size)
+
+    def unpack(self, record: Tensor, origin: int, kind: Kind, max_payload_bytes: int) -> Header:
+        """Return the header in a record that a rank made in this conversation.
+
+        Raises:
+            CorruptHeaderError: it is none, of another rank, kind or conversation, or announces too much.
+        """
+        header = self._unpack(record, origin)
+        self._check_header(header, origin, kind, max_payload_bytes)
+        return header
+
+    def _check_header(self, header: Header, origin: int, kind: Kind, max_payload_bytes: int) -> None:
+        self._check_sender(header, origin)
+        if (header.digest, header.sequence) != (self.digest, self.sequence):
+            raise CorruptHeaderError(f"{self.where()}: rank {self.global_rank(origin)} is in another conversation")
+        self._check_announcement(header, kind, max_payload_bytes)
 
     def _check_sender(self, header: Header, origin: int) -> None:
         """Raise if the header names a wrong sender; only an error may be passed on by ranks other than its maker."""
@@ -295,7 +348,7 @@ class Channel:
                 f"{self.where()}: rank {self.global_rank(header.source)} sent {header.kind.name}, this rank"
                 f" waits for {kind.name}"
             )
-        limit = _MAX_ERROR_BYTES if header.kind is Kind.ERROR else max_payload_bytes
+        limit = MAX_ERROR_BYTES if header.kind is Kind.ERROR else max_payload_bytes
         if header.payload_bytes > limit or header.payload_bytes % ALIGNMENT_BYTES:
             raise CorruptHeaderError(
                 f"{self.where()}: rank {self.global_rank(header.source)} announces {header.payload_bytes} bytes, where"
@@ -321,9 +374,13 @@ class Channel:
 
     @contextmanager
     def stream(self) -> Iterator[Stream]:
-        """Open a stream (see `thinwire.comm.process_group`), in which a failure cannot be reported to the peers."""
+        """Open a stream (see `thinwire.comm.process_group`), in which a failure cannot be reported to the peers.
+
+        Its tag is that of this conversation alone: the next one of a lane begins before this one ends, and can have
+        the same subject.
+        """
         try:
-            with self.exchange.stream() as stream:
+            with self.exchange.stream((self.digest + self.sequence) & _LARGEST_TAG) as stream:
                 yield stream
         except BaseException as error:
             in_exchange(error)
@@ -342,8 +399,8 @@ class Channel:
 
     def where(self, source: int | None = None) -> str:
         """Return what begins a message: this rank, the subject, and which rank's bytes it is about."""
-        found = f"rank {self.global_rank()}, {self.subject.name}"
-        return found if source is None else f"{found}: from rank {self.global_rank(source)}"
+        text = f"rank {self.global_rank()}, {self.subject.name}"
+        return text if source is None else f"{text}: from rank {self.global_rank(source)}"
 
 
 def opening_bytes(world_size: int) -> int:
@@ -354,7 +411,7 @@ def opening_bytes(world_size: int) -> int:
 def _error_draft(error: Exception) -> Draft:
     says_enough = isinstance(error, (ThinwireError, ValueError)) and str(error)
     reason = str(error) if says_enough else f"{type(error).__name__}: {error}"
-    data = reason.encode()[: _MAX_ERROR_BYTES - ALIGNMENT_BYTES]
+    data = reason.encode()[: MAX_ERROR_BYTES - ALIGNMENT_BYTES]
     padded = data.ljust(aligned(len(data)), b"\0")
     return Draft(Format.COO, len(data), _as_bytes(padded))
 
@@ -366,6 +423,10 @@ def _reason(message: Message) -> str:
     if not text or data[len(text) :].strip(b"\0") or len(data) - len(text) >= ALIGNMENT_BYTES:
         raise CorruptMessageError("a reason that is not one")
     return text.decode(errors="replace")
+
+
+def _packed(messages: Sequence[Message]) -> list[Tensor]:
+    return [_as_bytes(message.header.pack()) for message in messages]
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:

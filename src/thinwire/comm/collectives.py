@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from thinwire.comm.hosts import host_identity, numbered
 from thinwire.comm.process_group import Traffic, lost_peer, ring_all_reduce_bytes
 from thinwire.errors import in_exchange
 from thinwire.observe.step import named
@@ -39,6 +40,11 @@ def is_padded(sizes: Sequence[int]) -> bool:
 def gathered_bytes(sizes: Sequence[int], rank: int) -> int:
     """Return the bytes that a rank sends in `Collectives.all_gather`, where rank r has ``sizes[r]`` bytes."""
     return (len(sizes) - 1) * (max(sizes) if is_padded(sizes) else sizes[rank])
+
+
+def _taken(like: Tensor, num_bytes: int, room: Tensor | None) -> Tensor:
+    """Return memory of some bytes: of ``room``, if it has as many, or else new memory."""
+    return room[:num_bytes] if room is not None and room.numel() >= num_bytes else like.new_empty(num_bytes)
 
 
 class Numbers(NamedTuple):
@@ -91,25 +97,28 @@ class Collectives:
         both = torch.cat([mine.view(-1), received]).cpu().view(2, *mine.shape)
         return Numbers(both[0], both[1], received.view(mine.shape))
 
-    def all_to_all(self, outgoing: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int]) -> Tensor:
+    def all_to_all(
+        self, outgoing: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int], room: Tensor | None = None
+    ) -> Tensor:
         """Send ``send_sizes[r]`` bytes of ``outgoing`` (uint8, in rank order) to each rank r.
 
         Args:
             receive_sizes: the bytes that each rank sends here, which must be its ``send_sizes`` for this rank.
+            room: uint8, memory for what arrives, which is used if it has the size.
 
         Returns:
             uint8 [sum(receive_sizes)], in rank order, on the device of ``outgoing``.
         """
         if self.world_size == 1:
             return outgoing
-        incoming = outgoing.new_empty(sum(receive_sizes))
+        incoming = _taken(outgoing, sum(receive_sizes), room)
         self._run(self._all_to_all, incoming, outgoing, list(receive_sizes), list(send_sizes))
         for peer in range(self.world_size):
             if peer != self.rank:
                 self._count(peer, send_sizes[peer], receive_sizes[peer])
         return incoming
 
-    def all_gather(self, outgoing: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    def all_gather(self, outgoing: Tensor, sizes: Sequence[int], room: Tensor | None = None) -> list[Tensor]:
         """Send ``outgoing`` (uint8 [sizes[rank]]) to all ranks; return what each rank sent, in rank order.
 
         Sizes of about the same bytes are padded to the largest and gathered in a ring, others are sent directly: see
@@ -119,13 +128,13 @@ class Collectives:
             return [outgoing] * self.world_size
         if not is_padded(sizes):
             own, copies = [sizes[self.rank]] * self.world_size, outgoing.repeat(self.world_size)
-            return list(self.all_to_all(copies, own, sizes).split(list(sizes)))
+            return list(self.all_to_all(copies, own, sizes, room).split(list(sizes)))
         largest = max(sizes)
         padded = outgoing
         if outgoing.numel() < largest:
             padded = outgoing.new_empty(largest)  # nobody reads the padding
             padded[: outgoing.numel()] = outgoing
-        incoming = outgoing.new_empty(self.world_size * largest)
+        incoming = _taken(outgoing, self.world_size * largest, room)
         self._run(self._all_gather, incoming, padded)
         moved = (self.world_size - 1) * largest
         self._count((self.rank + 1) % self.world_size, moved, moved)
@@ -152,6 +161,10 @@ class Collectives:
         data = incoming.cpu().numpy().tobytes()
         ends = accumulate([TEXT_BYTES] * self.world_size, initial=0)
         return [data[start:end].rstrip(b"\0").decode(errors="replace") for start, end in pairwise(ends)]
+
+    def find_hosts(self, device: torch.device) -> None:
+        """Set ``hosts`` to the hosts that ranks say they are on; the host waits."""
+        self.hosts = numbered(self.texts(host_identity(), device))
 
     # What a test replaces.
 

@@ -35,9 +35,9 @@ def host_identity() -> str:
     namespaces, and emulated hosts, count as separate hosts, since bytes between them pass a network.
     `HOST_VARIABLE` overrides it.
     """
-    told = os.environ.get(HOST_VARIABLE)
-    if told:
-        return f"told {told}"
+    given = os.environ.get(HOST_VARIABLE)
+    if given:
+        return f"given {given}"
     machine, namespace = boot_id() or socket.gethostname(), ""
     with contextlib.suppress(OSError):
         namespace = os.readlink("/proc/self/ns/net")
@@ -53,7 +53,7 @@ def discover(exchange: Exchange) -> Sequence[int]:
         LostPeerError, CorruptHeaderError: see `thinwire.comm.agree.gather_records`.
     """
     digest = hashlib.blake2b(host_identity().encode(), digest_size=RECORD_BYTES).digest()
-    return _numbered(gather_records(exchange, "host", digest))
+    return numbered(gather_records(exchange, "host", digest))
 
 
 def ranks_of_hosts(host_of_rank: Sequence[int]) -> Hosts:
@@ -69,6 +69,12 @@ def ranks_of_hosts(host_of_rank: Sequence[int]) -> Hosts:
     return tuple(tuple(ranks) for ranks in members.values())
 
 
-def _numbered(records: Sequence[bytes]) -> list[int]:
-    first: dict[bytes, int] = {}
-    return [first.setdefault(record, len(first)) for record in records]
+def has_levels(hosts: Hosts) -> bool:
+    """Return whether there are several hosts, with several ranks each, and as many on each."""
+    return len(hosts) > 1 and {len(hosts[0])} == set(map(len, hosts)) and len(hosts[0]) > 1
+
+
+def numbered(identities: Sequence[object]) -> list[int]:
+    """Return the number of each rank's host, from what each says of its own."""
+    first: dict[object, int] = {}
+    return [first.setdefault(identity, len(first)) for identity in identities]

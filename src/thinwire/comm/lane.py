@@ -9,38 +9,46 @@ import atexit
 import contextlib
 import logging
 import queue
+import secrets
+import socket
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from concurrent.futures import Future as SimpleFuture
+from concurrent.futures import wait
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
+from itertools import count
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 from torch.futures import Future
 
+from thinwire.comm.agree import gather_records
+from thinwire.comm.c10d import device_of, number_of_groups, store_of
 from thinwire.comm.channel import Channel, Subject
-from thinwire.comm.connections import PrivateGroup
+from thinwire.comm.connections import Connected, PrivateGroup, between, connected, dead, listens_at, packed_ends
 from thinwire.comm.hosts import discover
 from thinwire.comm.machine import Machine, measure
-from thinwire.comm.process_group import (
-    EVERYONE,
-    Exchange,
-    StagedExchange,
-    Staging,
-    Traffic,
-    Waits,
-    lost_peer,
+from thinwire.comm.notes import ATTACH, Note, Notes
+from thinwire.comm.process_group import EVERYONE, Exchange, StagedExchange, Staging, Traffic, Waits, lost_peer
+from thinwire.errors import (
+    CorruptMessageError,
+    LostPeerError,
+    ThinwireError,
+    forget_locals,
+    is_of_a_peer,
+    raising,
+    ranks_told,
 )
-from thinwire.errors import LostPeerError, ThinwireError, forget_locals, ranks_told
 
+_NAME_BYTES = 63
 T = TypeVar("T")
 Group = dist.ProcessGroup | DeviceMesh | None
 
@@ -79,45 +87,144 @@ def resolve_group(process_group: Group) -> dist.ProcessGroup:
 
 _idle_groups: WeakKeyDictionary[dist.ProcessGroup, list[tuple[timedelta | None, PrivateGroup]]]
 _idle_groups = WeakKeyDictionary()
+STORE_SECONDS = 2.0
+"""Seconds that a rank waits for a connection to the store, which takes less than one ms."""
+_JOB_BYTES = 8
+_stores: WeakKeyDictionary[dist.ProcessGroup, dist.Store] = WeakKeyDictionary()
+_jobs: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+_lanes_of: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
 
 
-def _take_group(parent: dist.ProcessGroup, timeout: timedelta | None) -> PrivateGroup:
+def beside(name: str, call: Callable[[], T]) -> SimpleFuture[T]:
+    """Begin a call on a thread of its own, for one that may wait for ever for a host that is gone."""
+    made: SimpleFuture[T] = SimpleFuture()
+
+    def run() -> None:
+        try:
+            made.set_result(call())
+        except BaseException as error:
+            made.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return made
+
+
+def _take_group(parent: dist.ProcessGroup, timeout: timedelta | None, notes: Notes) -> PrivateGroup:
     """Return a Gloo group of the same ranks for one lane: one that a closed lane left, else a new one.
 
-    Groups are kept because each costs a few connections and threads, and the wait until all ranks have connected.
+    Groups are kept because each costs a few connections and threads, and the wait until all ranks have connected. One
+    that a rank hung up, as after a step that it did not complete, is gone for all of them.
     """
     idle = _idle_groups.setdefault(parent, [])
-    for place, (idle_timeout, group) in enumerate(idle):
-        if idle_timeout == timeout:
-            del idle[place]
+    for entry in list(idle):
+        idle_timeout, group = entry
+        if group.lost():
+            idle.remove(entry)
+            group.shut_down()
+            group.destroy()
+        elif idle_timeout == timeout:
+            idle.remove(entry)
             return group
-    return PrivateGroup(lambda: _new_group(parent, timeout))
+    return _new_group(parent, timeout, notes)
 
 
-def _new_group(parent: dist.ProcessGroup, timeout: timedelta | None) -> dist.ProcessGroup:
+def _new_group(parent: dist.ProcessGroup, timeout: timedelta | None, notes: Notes | None = None) -> PrivateGroup:
+    """Return a new Gloo group of the same ranks, in a collective call of them.
+
+    Ranks wait for each other in a store, where the death of a peer shows nothing, and in collectives of the parent, of
+    which only some ranks see it. So on the CPU another thread waits, and this one looks at the connections and notes.
+    Nothing is sent over the new group here: a rank that waited in it for one that failed would have nobody to tell it.
+
+    Raises:
+        LostPeerError: not all ranks came within the timeout, or one of them failed or ended meanwhile.
+    """
+    processes: list[list[Connected]] = []
+    notes = notes or Notes(None, 0, ())
+    if device_of(parent).type != "cpu":
+        return _connect(parent, timeout, processes, notes)
+    made = beside("thinwire-group", lambda: _connect(parent, timeout, processes, notes))
+    with notes.listening() as heard:
+        while not wait([made], LOOK_SECONDS / 5).done:
+            if heard.is_set():
+                raise _not_all_here(parent, "another rank failed, or the store is gone")
+            if lost := dead(processes):
+                rank = dist.get_process_group_ranks(parent)[min(lost)]
+                error = _not_all_here(parent, f"rank {rank} is gone")
+                error.rank = rank
+                raise error
+    return made.result()
+
+
+def _not_all_here(parent: dist.ProcessGroup, why: str) -> LostPeerError:
+    return LostPeerError(
+        f"rank {dist.get_rank()}: not all of the {parent.size()} ranks of the process group came here within the"
+        f" timeout ({why}): attach and the like must be called on all of them"
+    )
+
+
+def _connect(
+    parent: dist.ProcessGroup, timeout: timedelta | None, processes: list[list[Connected]], notes: Notes
+) -> PrivateGroup:
+    """Make the group, and append which connections of this process lead to which rank as soon as that is known."""
     ranks = dist.get_process_group_ranks(parent)
     some = len(ranks) < dist.get_world_size()
-    try:
-        with _same_number_of_groups(parent) if some else contextlib.nullcontext():
+    limit = timeout or timeout_of(parent) or default_pg_timeout
+
+    def make() -> dist.ProcessGroup:
+        with _same_number_of_groups(parent, limit) if some else nullcontext():
             group = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=some)
+        assert isinstance(group, dist.ProcessGroup)
+        return group
+
+    try:
+        processes += _processes(parent, notes, limit)
         # Torch makes a group without a barrier, so the first ranks have all their connections while others still make
         # theirs. If one of the first failed then and hung up, a rank that connects to a peer of it would try until the
-        # timeout. So each waits until all are here.
-        dist.all_reduce(torch.zeros(1, device=distributed_c10d._get_object_coll_device(parent)), group=parent)
+        # timeout. So each waits until all have sent their addresses.
+        return PrivateGroup(make, lambda data: _gather(data, parent, limit))
     except RuntimeError as error:
-        raise LostPeerError(
-            f"rank {dist.get_rank()}: not all of the {len(ranks)} ranks of the process group came here within the"
-            f" timeout ({str(error).splitlines()[0]}): attach and the like must be called on all of them"
-        ) from error
-    assert isinstance(group, dist.ProcessGroup)
-    return group
+        raise _not_all_here(parent, str(error).splitlines()[0]) from error
+
+
+def _all_reduce(
+    tensor: torch.Tensor, group: dist.ProcessGroup, limit: timedelta, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+) -> None:
+    """All-reduce within the timeout of a lane: that of the group can be far longer, and not all ranks may come."""
+    work = dist.all_reduce(tensor, op, group=group, async_op=True)
+    assert work is not None, "lanes are made by ranks of the group"
+    work.wait(limit)
+
+
+def _gather(data: bytes, group: dist.ProcessGroup, limit: timedelta) -> list[bytes]:
+    """Gather bytes of each rank, at least one, in rank order, by all-reduces: any back end has these."""
+    device = device_of(group)
+    lengths = torch.zeros(group.size(), dtype=torch.int64, device=device)
+    lengths[group.rank()] = len(data)
+    _all_reduce(lengths, group, limit)
+    sizes = lengths.tolist()
+    rows = torch.zeros(group.size(), max(sizes), dtype=torch.uint8)
+    rows[group.rank(), : len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    rows = rows.to(device)
+    _all_reduce(rows, group, limit)
+    return [row[:size].numpy().tobytes() for row, size in zip(rows.cpu(), sizes, strict=True)]
+
+
+def _processes(parent: dist.ProcessGroup, notes: Notes, limit: timedelta) -> list[list[Connected]]:
+    """Return which connections lead to which rank, and agree on a number: the store may be of an earlier attempt."""
+    connections = connected()
+    records = _gather(secrets.token_bytes(_JOB_BYTES) + packed_ends(connections), parent, limit)
+    job = int.from_bytes(records[0][:_JOB_BYTES], "little")
+    notes.begin(_jobs.setdefault(parent, job))
+    ends = [record[_JOB_BYTES:] for record in records]
+    ends[parent.rank()] = b""  # connections of this process to itself
+    return between(connections, ends)
 
 
 _last_number_of_groups = 0
 
 
 @contextlib.contextmanager
-def _same_number_of_groups(parent: dist.ProcessGroup) -> Iterator[None]:
+def _same_number_of_groups(parent: dist.ProcessGroup, limit: timedelta) -> Iterator[None]:
     """Have all ranks of a group be in the same number of groups, and in more than at the last call.
 
     Torch names a group of some of the ranks after those ranks and the number of groups that a rank is in: under
@@ -125,10 +232,10 @@ def _same_number_of_groups(parent: dist.ProcessGroup) -> Iterator[None]:
     addresses of a group that may be gone. So each rank makes groups of itself alone until the numbers are equal.
     """
     global _last_number_of_groups
-    mine = len(distributed_c10d._world.pg_names)
-    device = distributed_c10d._get_object_coll_device(parent)
+    mine = number_of_groups()
+    device = device_of(parent)
     most = torch.tensor([max(mine, _last_number_of_groups + 1)], device=device)
-    dist.all_reduce(most, dist.ReduceOp.MAX, group=parent)
+    _all_reduce(most, parent, limit, dist.ReduceOp.MAX)
     _last_number_of_groups = int(most)
     alone = [_group_of_this_rank() for _ in range(_last_number_of_groups - mine)]
     try:
@@ -138,13 +245,42 @@ def _same_number_of_groups(parent: dist.ProcessGroup) -> Iterator[None]:
             dist.destroy_process_group(group)
 
 
+def _notes_of(parent: dist.ProcessGroup) -> Notes:
+    """Return the notes of the next lane of a group, over a connection of our own: torch may wait on its own."""
+    ranks = dist.get_process_group_ranks(parent)
+    if parent not in _stores:
+        try:
+            store = store_of(parent)
+            clone = cloned(store)
+        except Exception as error:
+            logger.info("the process group has no store, so errors name no rank: %s", error)
+            return Notes(None, dist.get_rank(), ranks)
+        if clone is None:
+            return Notes(store, dist.get_rank(), ranks).without_store()
+        _stores[parent] = clone
+    number = next(_lanes_of.setdefault(parent, count()))
+    store = dist.PrefixStore(f"thinwire/lane {number}", _stores[parent])
+    notes = Notes(store, dist.get_rank(), ranks)
+    if parent in _jobs:
+        notes.begin(_jobs[parent])
+    return notes
+
+
+def cloned(store: dist.Store) -> dist.Store | None:
+    """Return another connection to a store; None if its host does not answer, for which torch would wait for long."""
+    try:
+        return beside("thinwire-store", lambda: store.clone()).result(STORE_SECONDS)  # type: ignore[attr-defined]
+    except (TimeoutError, dist.DistNetworkError):
+        return None
+
+
 def _group_of_this_rank() -> dist.ProcessGroup:
     group = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
     assert isinstance(group, dist.ProcessGroup)
     return group
 
 
-def _timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
     """Return the timeout that the group was made with, or None, for torch's default, if this torch hides it."""
     for device in ("cpu", "cuda"):  # a group of NCCL has no part for the CPU
         with contextlib.suppress(AttributeError, RuntimeError):
@@ -167,6 +303,8 @@ def _end_all() -> None:
         lane.join(EXIT_SECONDS)
 
 
+ENDING_SECONDS = 0.05
+"""Seconds that the system has to close all connections of a process that ends: the first one may be that of a lane."""
 LOOK_SECONDS = 0.25
 _watch: threading.Thread | None = None
 
@@ -201,11 +339,12 @@ class Lane:
     interleave differently, and the training thread goes on meanwhile.
 
     Args:
-        process_group: the ranks that take part, for which a group is made in a collective call of all of them; or a
-            group that nothing else uses, which ends with the lane.
+        process_group: the ranks to communicate with, over a private group that the lane creates in a collective call;
+            or a private group, which the lane then owns.
         timeout: longest wait of an exchange for a peer; None uses that of ``process_group``.
         staging: copies tensors that jobs all-reduce to the host and back; None if they are on the host. The group of
             the lane is Gloo's whatever ``process_group`` is.
+        notes: where ranks leave notes of a failure, for a group that nothing else uses; None leaves none.
     """
 
     def __init__(
@@ -213,22 +352,32 @@ class Lane:
         process_group: Group | PrivateGroup = None,
         timeout: timedelta | None = None,
         staging: Staging | None = None,
+        notes: Notes | None = None,
     ) -> None:
         staging = staging or Staging()
         self._own: PrivateGroup | None
         self._parent: Callable[[], dist.ProcessGroup | None] = lambda: None
+        self._breaking = threading.RLock()
+        self._waits = Waits()
+        self._subject = ""  # of the last conversation
+        self.doing: Callable[[], str] = str  # what this rank does now, for messages
         if isinstance(process_group, PrivateGroup):
             self._own, self._timeout = process_group, timeout
+            self.notes = notes or Notes(None, 0, ())
         else:
             parent = resolve_group(process_group)
             self._parent = weakref.ref(parent)  # a lane must not keep alive a group that its owner has destroyed
-            self._timeout = timeout or _timeout_of(parent)
-            with staging.selected():  # a collective of NCCL takes the current device
-                self._own = _take_group(parent, self._timeout)
+            self._timeout = timeout or timeout_of(parent)
+            self.notes = _notes_of(parent)
+            try:
+                with staging.selected():  # a collective of NCCL takes the current device
+                    self._own = _take_group(parent, self._timeout, self.notes)
+            except LostPeerError as error:
+                self.notes.leave(self._note(str(error), error, () if error.rank is None else (error.rank,)))
+                raise self.notes.truth() or error from error
         self._native: PrivateGroup | None = None
         group = self._own.process_group
         self._group: dist.ProcessGroup | None = group
-        self._waits = Waits()
         self.exchange = self._hanging_up(StagedExchange(group, staging))
         self.rank, self.world_size = self.exchange.rank, self.exchange.world_size
         self.setup = Traffic()  # bytes that belong to no gradient: of discovering hosts, measuring, and agreeing
@@ -240,11 +389,12 @@ class Lane:
         self.codes_values = False  # whether values of rows travel as their code where it pays; alike on all ranks
         self._broken: Exception | None = None
         self._machine: Machine | None = None
-        self._probed: Machine | None = None
         self._is_measured = False
-        self._seen: deque[float] = deque(maxlen=3)
         self._claim = threading.Lock()
         self._current: Future[Any] | None = None
+        self._beginning = threading.RLock()
+        self._unbegun: deque[Callable[[], None] | None] = deque()  # of each job that has not begun, what begins it
+        self._num_begun = 0  # jobs that have begun, and not ended
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         _running.add(self)
         _keep_watching()
@@ -270,34 +420,89 @@ class Lane:
         if self._native is None:
             parent = self._parent()
             assert parent is not None, "the process group of this lane was destroyed"
-            self._native = _take_group(parent, self._timeout)
+            self._native = _take_group(parent, self._timeout, self.notes)
         return self._native.process_group
 
-    def submit(self, job: Callable[[Lane], T], pause: Callable[[], None] | None = None) -> Future[T]:
+    def submit(
+        self,
+        job: Callable[..., T],
+        pause: Callable[[], None] | None = None,
+        begin: Callable[[Lane], object] | None = None,
+    ) -> Future[T]:
         """Queue a job, called with this lane; the future holds its result or its exception.
 
         The job opens a `channel` for each tensor that it synchronizes. The tensors that it reads belong to the
         lane until the future is done. Before the job the lane calls ``pause``, which waits for its time.
+
+        ``begin`` is the part of a job that needs no answer of a peer, in which it opens all its channels. The job gets
+        its result. It is called before the job, or while the one before runs, if that has such a part too.
         """
         future: Future[T] = Future()
+        begun: list[Callable[[], object]] = []
+
+        def begin_once() -> None:
+            assert begin is not None, "a job that begins by itself"
+            self._num_begun += 1
+            try:
+                result = begin(self)
+            except Exception as error:
+                begun.append(raising(error))
+            else:
+                begun.append(lambda: result)
 
         def run() -> None:
             if pause is not None:
                 pause()
             started = time.perf_counter()
             self._current = future
+            with self._beginning:
+                self._begin_next()
             try:
-                result = self._attempt(job)
+                result = self._attempt(job if begin is None else lambda lane: job(lane, begun[0]()))
             except Exception as error:
                 if self._claims(future):
                     future.set_exception(error)  # type: ignore[arg-type]  # torch annotates it as a result
             else:
                 if self._claims(future):
                     future.set_result(result)
+            with self._beginning:
+                self._num_begun -= len(begun)
+                if not begun:
+                    self._unbegun.popleft()
+                begun.clear()  # an error that is kept would keep what it refers to
             self.note_busy(started, time.perf_counter())
 
-        self._jobs.put(run)
+        with self._beginning:
+            self._unbegun.append(None if begin is None else begin_once)
+            if self._num_begun:
+                self._begin_next()
+            self._jobs.put(run)
         return future
+
+    def _begin_next(self) -> None:
+        """Begin jobs until two have begun and not ended, or the next one begins by itself."""
+        while self._num_begun < 2 and self._unbegun and (begin := self._unbegun[0]) is not None:
+            self._unbegun.popleft()
+            begin()
+
+    def agree(self, what: str, numbers: Sequence[float]) -> list[list[float]]:
+        """Return the numbers of each rank, in rank order, so that all ranks decide by the same ones: see `ask`."""
+        return self.ask(what, numbers).wait()
+
+    def ask(self, what: str, numbers: Sequence[float]) -> Future[list[list[float]]]:
+        """Begin to gather the numbers of each rank, in rank order, after the jobs before it.
+
+        All ranks call it, with equally many numbers, outside of jobs.
+
+        Args:
+            what: name of the numbers, for messages.
+        """
+
+        def job(lane: Lane) -> list[list[float]]:
+            with lane.setting_up():
+                return lane.channel(Subject(what, f"{len(numbers)} numbers")).gather_numbers(numbers)
+
+        return self.submit(job)
 
     def note_busy(self, started: float, ended: float) -> None:
         """Record that the network was busy, by a job, or by the native group while no job runs."""
@@ -313,7 +518,8 @@ class Lane:
     def close(self) -> None:
         """Finish the queued jobs and release the thread and the group. Nothing can be submitted afterwards."""
         self._jobs.put(None)
-        self._thread.join()
+        while (thread := self._thread).is_alive():  # another one takes over where this one waits for a lost peer
+            thread.join(LOOK_SECONDS)
         parent = self._parent()
         if parent is not None and self._group is not None and self._broken is None:
             idle = _idle_groups.setdefault(parent, [])
@@ -336,17 +542,50 @@ class Lane:
             self.break_off(f"the process of rank {self.global_rank} exits")
             self._thread.join(seconds)
 
-    def break_off(self, reason: str) -> None:
+    def break_off(self, reason: str, error: BaseException | None = None) -> None:
         """Stop for good, because this rank cannot do its part in what peers wait for; callable from any thread.
 
-        Pending operations fail at once on all ranks, and later jobs are refused with the reason.
+        Pending operations fail at once on all ranks, and later jobs are refused with the reason. Before that the rank
+        leaves a note, which says whether it failed by itself, or lost a peer, if ``error`` comes from that.
         """
-        if self._broken is None:
-            self.lost = frozenset(self._own.lost()) if self._own is not None else frozenset()
-            self._broken = ThinwireError(reason)  # a new one, without a traceback: its frames would hold the group
-        for group in self._groups():
-            group.shut_down()
+        with self._breaking:
+            if self._broken is None:
+                own = self._own
+                self.lost = frozenset(own.lost()) if own is not None else frozenset()
+                self._broken = ThinwireError(reason)  # a new one, without a traceback: its frames would hold the group
+                ended = own.dead() if own is not None and is_of_a_peer(error) else set()
+                if own is not None and self.lost and not ended and is_of_a_peer(error):
+                    time.sleep(ENDING_SECONDS)
+                    ended = own.dead()
+                self.notes.leave(self._note(reason, error, [self.exchange.global_ranks[rank] for rank in ended]))
+            for group in self._groups():
+                group.shut_down()
         self._jobs.put(self._release)
+
+    def lost_to(self, error: BaseException) -> LostPeerError:
+        """Break off after an exchange beside the jobs of this lane failed; return the error that all ranks raise."""
+        lost = lost_peer(error, self.global_rank, self.world_size)
+        self.break_off(str(lost), lost)
+        return self._truth() or lost
+
+    def _truth(self) -> LostPeerError | None:
+        """Return the error that all ranks raise, once this one broke off because of a peer."""
+        truth = self.notes.truth()
+        if truth is not None:
+            self._broken = ThinwireError(str(truth))
+        return truth
+
+    def _note(self, reason: str, error: BaseException | None, ended: Iterable[int]) -> Note:
+        ranks = [rank for rank in self.notes.ranks if rank != self.notes.rank]
+        is_late = error is not None and any(text in str(error).lower() for text in ("timed out", "application timeout"))
+        peer, seconds = self._waits.failed or (EVERYONE, self.timeout_seconds if is_late else 0.0)
+        waits = ranks if peer == EVERYONE else [self.exchange.global_ranks[peer]]
+        doing = ", ".join(filter(None, (self.doing(), self._subject))) or ATTACH
+        if is_late:  # Gloo closes all connections of the group itself
+            ended = ()
+        is_own, is_told = not is_of_a_peer(error), isinstance(error, CorruptMessageError)
+        parts = reason, doing, tuple(ended), tuple(waits), seconds, is_late
+        return Note(self.notes.rank, is_own, *parts, is_told=is_told)
 
     def look(self) -> None:
         """Check whether a thread waits for a lost peer; if so, fail its job, and go on without that thread."""
@@ -358,14 +597,13 @@ class Lane:
         lost = own.lost()
         if is_idle:
             if lost:
-                self.break_off(f"rank {self._names(lost)} is gone")
+                self.lost_to(RuntimeError(f"rank {self._names(lost)} is gone"))
             return
         if self._broken is None and lost.isdisjoint(ranks) and not (lost and EVERYONE in ranks):
             return
         cause = f"the connection to rank {self._names(lost)} is gone" if lost else "this rank hung up"
-        error = lost_peer(RuntimeError(cause), self.global_rank, self.world_size)
-        self.break_off(str(error))
         future = self._current
+        error = self.lost_to(RuntimeError(cause))
         if future is not None and self._claims(future):
             self._start_thread()
             future.set_exception(error)  # type: ignore[arg-type]
@@ -384,12 +622,13 @@ class Lane:
             )
 
     def channel(self, subject: Subject) -> Channel:
-        """Return the channel of the next conversation; only a running job may call it.
+        """Return the channel of the next conversation; only a running job may call it, or what begins one.
 
         Raises:
             ThinwireError: an earlier failure left this rank out of step with its peers.
         """
         self.check(subject.name)
+        self._subject = subject.name
         channel = Channel(self.exchange, subject, self._sequence, self.machine)
         channel.codes_values = self.codes_values
         self._sequence += 1
@@ -410,22 +649,25 @@ class Lane:
         Only a running job may call it. The first call measures, on all ranks together, for a few tenths of a second.
         """
         if not self._is_measured:
-            self._machine = self._probed = measure(self._setup_exchange())
+            self._machine = measure(self._setup_exchange())
             self._is_measured = True
         return self._machine
 
-    def saw(self, byte_seconds: float) -> None:
-        """Record the least seconds that a byte cost in a step; all ranks pass the same number.
-
-        From the second step on, the least of the last three corrects the probed machine, and only to slower.
-        """
-        self._seen.append(byte_seconds)
-        if self._probed is not None and len(self._seen) > 1:
-            self._machine = self._probed.slowed(min(self._seen))
-
     def _find_hosts(self) -> None:
-        """Discover the hosts before the first job, on a separate exchange: a lane counts only bytes of its jobs."""
-        self.exchange.hosts = discover(self._setup_exchange())
+        """Discover the hosts before the first job, on a separate exchange: a lane counts only bytes of its jobs.
+
+        Their names are for messages about a rank that cannot tell its own any more, and so is who hosts the store.
+        """
+        exchange = self._setup_exchange()
+        self.exchange.hosts = discover(exchange)
+        is_host = self.notes.port is not None and listens_at(self.notes.port)
+        record = bytes([is_host]) + socket.gethostname().encode()[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0")
+        records = gather_records(exchange, "name of the host", record)
+        self.notes.store_rank = None
+        for rank, answer in zip(exchange.global_ranks, records, strict=True):
+            self.notes.hosts[rank] = answer[1:].rstrip(b"\0").decode(errors="replace")
+            if answer[0] and self.notes.store_rank is None:  # another port of the same number is not the store's
+                self.notes.store_rank = rank
 
     def _setup_exchange(self) -> Exchange:
         assert self._group is not None, "a lane without connections runs no jobs"
@@ -440,15 +682,19 @@ class Lane:
         try:
             return job(self)
         except Exception as error:
-            if ranks_told(error) < self.world_size:
-                self._give_up(error)
-            raise
+            if ranks_told(error) >= self.world_size:
+                raise
+            self._give_up(error)
+            truth = self._truth() if is_of_a_peer(error) else None
+            if truth is None:
+                raise
+            raise truth from error
         except BaseException as error:
             self._give_up(error)
             raise ThinwireError(f"rank {self.global_rank}: a job of the lane ended by {error!r}") from error
 
     def _give_up(self, error: BaseException) -> None:
-        self.break_off(str(error) if isinstance(error, ThinwireError) else f"{type(error).__name__}: {error}")
+        self.break_off(str(error) if isinstance(error, ThinwireError) else f"{type(error).__name__}: {error}", error)
         self._release()
         forget_locals(error)
 

@@ -11,30 +11,32 @@ import math
 import statistics
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import astuple, dataclass, fields, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from thinwire import kernels, wire
+from thinwire import kernels
 from thinwire.comm.agree import gather_records, longest
 from thinwire.comm.collectives import Collectives
+from thinwire.comm.hosts import has_levels, ranks_of_hosts
 from thinwire.comm.process_group import Exchange, ring_all_reduce_bytes
-from thinwire.partition import Permutation
-from thinwire.wire import Format, Header
+from thinwire.rows import formats as wire
+from thinwire.rows.formats import Format, Header
+from thinwire.rows.partition import Permutation
 
 REPEATS = 3
 ATTEMPTS = 2
 """Number of attempts at a measurement before it counts as failed."""
 PROBE_BYTES = 128 * 1024
-"""Largest probe, with which an attempt sends less than 0.9 MB a rank; steps correct its result, see `Lane.saw`."""
+"""Largest probe, with which an attempt sends less than 0.9 MB a rank."""
 LONG_PROBE_BYTES = 4 * 1024 * 1024
 """Largest probe where no step corrects the result: more than a burst that a link of 1 Gbit/s may let through."""
 COLLECTIVE_PROBE_BYTES = 4 * 1024 * 1024
-"""Largest probe on the group of the model, with which a rank sends less than 60 MB: NCCL moves that in 1 s at
-0.5 Gbit/s, where smaller probes suffice, and between GPUs of a host in less than the time of a launch."""
+"""Largest probe on the group of the model, with which a rank sends less than 60 MB, and as much again where hosts have
+several ranks: NCCL moves 60 MB in 1 s at 0.5 Gbit/s, where smaller probes suffice."""
 _COLLECTIVE_PROBE_SECONDS = 0.01
 _BURST = 8
 _FIRST_PROBE_BYTES = 32 * 1024
@@ -48,36 +50,13 @@ _log = logging.getLogger("thinwire")
 
 
 @dataclass(frozen=True)
-class Network:
-    """The cost of the links between the ranks of a group, measured or assumed.
+class Machine:
+    """Costs in seconds of the steps of which every scheme is made, on the median rank's network and kernels.
 
     Args:
         round_seconds: cost of a round in which all ranks send all others a header.
         message_seconds: cost of sending a neighbour a header while receiving one: the latency (alpha).
         byte_seconds: cost of a byte sent, when all ranks send to all at once (beta).
-    """
-
-    round_seconds: float
-    message_seconds: float
-    byte_seconds: float
-
-    @property
-    def mbit(self) -> float:
-        """Rate of one rank's link, as payload in Mbit/s."""
-        return 8e-6 / self.byte_seconds
-
-    def describe(self) -> str:
-        return (
-            f"{self.mbit:.0f} Mbit/s a rank, {1e3 * self.round_seconds:.2f} ms to ask all ranks,"
-            f" {1e3 * self.message_seconds:.2f} ms to ask one"
-        )
-
-
-@dataclass(frozen=True)
-class Machine(Network):
-    """Costs in seconds of the steps of which every scheme is made, on the median rank's network and kernels.
-
-    Args:
         reduced_byte_seconds: cost of a byte sent by the process group's own dense all-reduce.
         part_seconds: cost of splitting off, encoding, verifying and decoding one more message.
         send_id_seconds, send_byte_seconds: cost of dealing a row to its owner and encoding it, by row and by byte of
@@ -86,6 +65,9 @@ class Machine(Network):
         join_id_seconds, join_byte_seconds: cost of decoding a row of the sum and writing it to its index.
     """
 
+    round_seconds: float
+    message_seconds: float
+    byte_seconds: float
     reduced_byte_seconds: float
     part_seconds: float
     send_id_seconds: float
@@ -219,19 +201,21 @@ def _reduced_byte_seconds(
 
 DEVICE_KERNELS = 0.0, 5e-10, 7e-13, 5e-10, 7e-13, 5e-10, 7e-13
 """Fields of `Machine` from ``part_seconds`` on, for a GPU: rows are read and written at 3 TB/s, and 2e9 ids are sorted
-in a second. That is the roofline of an H100; seconds of real steps correct it: `thinwire.sync.experience.Routes`."""
+in a second. That is the roofline of an H100; seconds of real steps correct it: `thinwire.tune.routes.Routes`."""
 
 
 def measure_collectives(
     exchange: Collectives, device: torch.device, clock: Callable[[], float] = time.perf_counter
-) -> Machine | None:
+) -> tuple[Machine, ...]:
     """Measure the links of a model's own group, in a collective call with the same result on all ranks.
 
     A round is one for which the host waits, a message an all-to-all for which it does not. The thread that issues the
     group's other collectives calls this. Its bytes are counted on ``exchange``.
 
     Returns:
-        The machine; None if the numbers are impossible.
+        The machine, in which all ranks send to all. Where several hosts have as many ranks each, two more: one whose
+        bytes are sent inside of hosts, and one whose bytes are sent by all ranks of a host to those of the same index
+        on the others. Nothing if the numbers are impossible.
 
     Raises:
         LostPeerError: see `Collectives`.
@@ -239,39 +223,52 @@ def measure_collectives(
     world_size = exchange.world_size
     kernels = DEVICE_KERNELS if device.type != "cpu" else kernel_seconds(world_size)
     if world_size == 1:
-        return None
+        return ()
     record = torch.zeros(world_size, Header.NUM_BYTES // 8, dtype=torch.int64, device=device)
 
-    def told(*numbers: float) -> list[list[float]]:
+    def gathered(*numbers: float) -> list[list[float]]:
         mine = torch.tensor([numbers] * world_size, dtype=torch.float64).view(torch.int64).to(device)
         return exchange.numbers(mine)[1].view(torch.float64).tolist()
 
     def seconds(work: Callable[[], object]) -> float:
         """Return the seconds of the slowest rank for some work and a round, in which the host waits for both."""
         mine = _fastest(lambda: (work(), exchange.numbers(record)), clock)
-        return max(told(mine))[0]
+        return max(gathered(mine))[0]
 
-    def send(num_bytes: int) -> None:
-        sizes = [0 if peer == exchange.rank else num_bytes for peer in range(world_size)]
+    def send(num_bytes: int, peers: Collection[int]) -> None:
+        sizes = [num_bytes if peer in peers else 0 for peer in range(world_size)]
         exchange.all_to_all(torch.zeros(sum(sizes), dtype=torch.uint8, device=device), sizes, sizes)
 
+    def sending(peers: Collection[int]) -> tuple[float, int]:
+        """Return the seconds of a byte that all ranks send to so many peers each, and how many the last probe had."""
+        most = max(1, COLLECTIVE_PROBE_BYTES // len(peers))
+        size = min(_FIRST_PROBE_BYTES, most)
+        while (
+            spent := seconds(partial(send, size, peers))
+        ) < round_seconds + _COLLECTIVE_PROBE_SECONDS and size < most:
+            size = min(4 * size, most)
+        return max(spent - round_seconds, spent / 4) / (size * len(peers)), size * len(peers)
+
+    others = [peer for peer in range(world_size) if peer != exchange.rank]
     round_seconds = seconds(lambda: None)
-    burst = seconds(lambda: [send(Header.NUM_BYTES) for _ in range(_BURST)])
-    most = max(1, COLLECTIVE_PROBE_BYTES // (world_size - 1))
-    size = min(_FIRST_PROBE_BYTES, most)
-    while (sending := seconds(partial(send, size))) < round_seconds + _COLLECTIVE_PROBE_SECONDS and size < most:
-        size = min(4 * size, most)
-    tensor = torch.zeros(max(1, size * (world_size - 1) // 4), dtype=torch.float32, device=device)
+    burst = seconds(lambda: [send(Header.NUM_BYTES, others) for _ in range(_BURST)])
+    byte_seconds, num_bytes = sending(others)
+    tensor = torch.zeros(max(1, num_bytes // 4), dtype=torch.float32, device=device)
     reducing = seconds(lambda: exchange.all_reduce(tensor))
     mine = Machine(
         round_seconds,
         max((burst - round_seconds) / _BURST, round_seconds / 10),
-        max(sending - round_seconds, sending / 4) / (size * (world_size - 1)),
+        byte_seconds,
         max(reducing - round_seconds, reducing / 4) / ring_all_reduce_bytes(tensor.nbytes, world_size),
         *kernels,
     )
-    machine = Machine(*map(statistics.median, zip(*told(*astuple(mine)), strict=True)))
-    return machine if machine.is_possible else None
+    machines, hosts = [mine], ranks_of_hosts(exchange.hosts)
+    if has_levels(hosts):
+        for groups in (hosts, tuple(zip(*hosts, strict=True))):
+            peers = {*next(ranks for ranks in groups if exchange.rank in ranks)} - {exchange.rank}
+            machines.append(replace(mine, byte_seconds=sending(peers)[0]))
+    typical = [Machine(*map(statistics.median, zip(*gathered(*astuple(machine)), strict=True))) for machine in machines]
+    return tuple(typical) if all(machine.is_possible for machine in typical) else ()
 
 
 def kernel_seconds(world_size: int) -> tuple[float, ...]:
@@ -321,11 +318,11 @@ def _three_jobs(num_ids: int, world_size: int, width: int) -> tuple[float, float
 
 
 def _encoded(
-    formats: tuple[Format, ...], part: wire.Part, positions: Tensor, places: Tensor, values: Tensor
+    formats: tuple[Format, ...], part: wire.Part, positions: Tensor, order: Tensor, values: Tensor
 ) -> tuple[Format, int, Tensor]:
     row_bytes = values.shape[1] * values.element_size()
     format = wire.smallest(formats, positions.numel(), row_bytes, part.size, part.num_rows)
-    payload = wire.encode(format, part, positions, values, places)
+    payload = wire.encode(format, part, positions, values, order)
     kernels.checksum(payload)
     return format, positions.numel(), payload
 

@@ -10,7 +10,7 @@ it is sending (``Pair::signalException`` of its TCP transport; torch 2.13): a th
 until the timeout, and Python cannot abort a work. So `Waits` records each wait, and another thread checks whether its
 peer is still connected.
 
-`Staging` is the lane's view of the device of the gradients; `thinwire.cuda` implements it for GPUs.
+`Staging` is the lane's view of the device of the gradients; `thinwire.comm.cuda` implements it for GPUs.
 """
 
 from __future__ import annotations
@@ -20,14 +20,16 @@ import os
 import queue
 import re
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -36,7 +38,13 @@ from torch.futures import Future
 
 from thinwire.errors import CorruptHeaderError, LostPeerError
 from thinwire.observe.step import named
-from thinwire.wire import ring_all_reduce_bytes
+from thinwire.rows.formats import ring_all_reduce_bytes
+
+
+def reduce_scatter_bytes(tensor_bytes: int, world_size: int, device: torch.device) -> int:
+    """Return the bytes that a rank sends where torch leaves each its part of a sum: Gloo makes the whole one (2.13)."""
+    whole = ring_all_reduce_bytes(tensor_bytes, world_size)
+    return whole if device.type == "cpu" else whole // 2
 
 
 class Telling:
@@ -95,8 +103,8 @@ COLLECTIVE_LOOKS = 8
 """Number of looks for a collective: a rank may be done and gone while messages of others are still on their way."""
 
 
-_Wait = tuple[int, int]
-"""The rank and the number of a wait; not its work, a reference to which would keep the group alive."""
+_Wait = tuple[int, int, float]
+"""The rank, the number and the beginning of a wait; not its work, a reference to which would keep the group alive."""
 
 
 class Waits:
@@ -106,14 +114,18 @@ class Waits:
         self._now: dict[int, _Wait] = {}  # the wait of each thread
         self._looks: dict[_Wait, int] = {}
         self._numbers = count()
+        self.failed: tuple[int, float] | None = None  # the rank for which the last wait that failed was, and seconds
 
     def wait(self, work: dist.Work | None, rank: int = EVERYONE) -> None:
         """Wait for a work whose peer is this rank of the group."""
         assert work is not None, "an exchange is only for ranks of the group"
-        thread = threading.get_ident()
-        self._now[thread] = rank, next(self._numbers)
+        thread, began = threading.get_ident(), time.monotonic()
+        self._now[thread] = rank, next(self._numbers), began
         try:
             work.wait()
+        except RuntimeError:
+            self.failed = rank, time.monotonic() - began
+            raise
         finally:
             del self._now[thread]
 
@@ -122,7 +134,7 @@ class Waits:
         self._looks = {wait: self._looks.get(wait, 0) + 1 for wait in list(self._now.values())}
         return {
             rank
-            for (rank, _), looks in self._looks.items()
+            for (rank, *_), looks in self._looks.items()
             if looks >= (COLLECTIVE_LOOKS if rank == EVERYONE else LOOKS)
         }
 
@@ -132,26 +144,28 @@ _ADDRESS = re.compile(r"\[[0-9a-fA-F.:]+\]:[0-9]+")
 peers_at: dict[str, int] = {}
 """The global rank at the other end of a connection, by the address that Gloo writes in errors."""
 SMALL_BYTES = 16 * 1024
-SHORTEST_BYTES = 16
-"""Bytes of zeros in place of a message of unknown size that could not be made: no longer than any that is expected."""
 
 
-class Receive(Protocol):
-    """A posted receive."""
+class HangUp(Protocol):
+    """A function that hangs up, see `thinwire.comm.lane.Lane.break_off`."""
 
-    def __call__(self, num_bytes: int | None = None) -> Tensor:
-        """Wait for the message and return it as uint8, owned by the caller; pass ``num_bytes`` if it is shorter."""
-        ...
+    def __call__(self, reason: str, error: BaseException | None = None) -> None:
+        """Hang up for a reason, or because of an error."""
+
+
+Receive = Callable[[], Tensor]
+"""Waits for the message of a posted receive, and returns its bytes, uint8 [k], which the caller owns."""
 
 
 class Stream:
-    """One rank's end of a stream of messages of known sizes, over Gloo, as a context manager.
+    """One rank's end of a stream of messages, over Gloo, as a context manager.
 
     Leaving it waits for all sends, and raises what failed in one; leaving it by an exception does not wait, because no
     peer can learn of it: the rank has to hang up. Messages from one rank to another arrive in the order of sending.
 
     Args:
         process_group: the group that carries the messages point to point, in the order of the calls.
+        tag: number of the stream, the same on all ranks: messages of streams with other tags do not mix with its own.
         rank: this rank, for messages.
         ranks: the rank in the group of each rank of the stream.
         on_sent, on_received: called with the peer and the bytes of each message.
@@ -162,54 +176,54 @@ class Stream:
     def __init__(
         self,
         process_group: dist.ProcessGroup | None,
+        tag: int,
         rank: int,
         ranks: Sequence[int],
         on_sent: Callable[[int, int], None],
         on_received: Callable[[int, int], None],
-        hang_up: Callable[[str], None],
+        hang_up: HangUp,
         waits: Waits,
     ) -> None:
-        self._group, self._rank, self._ranks = process_group, rank, ranks
+        self._group, self._tag, self._rank, self._ranks = process_group, tag, rank, ranks
         self._on_sent, self._on_received, self._hang_up, self._waits = on_sent, on_received, hang_up, waits
-        self._jobs: queue.SimpleQueue[tuple[int, int | None, Callable[[], Tensor]] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[int, Callable[[], Tensor]] | None] = queue.SimpleQueue()
         self._failure: Exception | None = None
         self._abandoned = False
         self._thread = threading.Thread(target=self._send_in_turn, name="thinwire-stream", daemon=True)
 
-    def receive(self, source: int, num_bytes: int, size: Callable[[Tensor], int] | None = None) -> Receive:
-        """Post a receive of at most ``num_bytes``; return a function that waits for it.
-
-        ``size`` reads in what has arrived how many bytes that are, where nobody knows before.
+    def receive(self, source: int, most_bytes: int, size: Callable[[Tensor], int]) -> Receive:
+        """Post a receive of at most ``most_bytes``, of which ``size`` reads in what arrived how many bytes it has.
 
         Raises:
             LostPeerError: raised here or by that function: a peer died or did not take part, or this rank failed to
                 send.
         """
-        buffer = torch.empty(num_bytes, dtype=torch.uint8)
+        buffer = torch.empty(most_bytes, dtype=torch.uint8)
         peer = self._ranks[source]
         try:
-            work = dist.irecv(buffer, group=self._group, group_src=peer)
+            work = dist.irecv(buffer, group=self._group, group_src=peer, tag=self._tag)
         except RuntimeError as error:
-            raise (self._failure or self._lost(error)) from error
+            self._fail(error)
 
-        def wait(num_bytes: int | None = None) -> Tensor:
+        def wait() -> Tensor:
             try:
                 with named("exchange"):
                     self._waits.wait(work, peer)
             except RuntimeError as error:
-                raise (self._failure or self._lost(error)) from error
-            message = buffer[: num_bytes if size is None else size(buffer)]
+                self._fail(error)
+            message = buffer[: size(buffer)]
             self._on_received(source, message.numel())
             return message
 
         return wait
 
-    def send(self, target: int, num_bytes: int | None, make: Callable[[], Tensor]) -> None:
-        """Queue a message; ``make`` is called, on another thread, when its turn comes. None: only that knows the size.
+    def send(self, target: int, make: Callable[[], Tensor]) -> None:
+        """Queue a message, uint8 [k]; ``make`` is called, on another thread, when its turn comes."""
+        self._jobs.put((target, make))
 
-        If it raises, zeros are sent in its place, so that no rank waits, and leaving the stream raises it.
-        """
-        self._jobs.put((target, num_bytes, make))
+    def fail(self, error: Exception) -> None:
+        """Have leaving the stream raise an error of a message, of which the message itself informs its receivers."""
+        self._failure = self._failure or error
 
     def __enter__(self) -> Stream:
         self._thread.start()
@@ -226,31 +240,30 @@ class Stream:
                 raise self._failure
 
     def _send_in_turn(self) -> None:
-        """Send two messages at a time, as `Exchange.swap` does; small ones, which fill no link, at once."""
+        """Send as many messages at a time as there are peers, one of whom may not be ready; more small ones."""
         try:
             in_flight: deque[tuple[dist.Work | None, int, int]] = deque()
             while (job := self._jobs.get()) is not None and not self._abandoned:
-                target, num_bytes, make = job
-                data, peer = self._made(num_bytes, make), self._ranks[target]
-                in_flight.append((dist.isend(data, group=self._group, group_dst=peer), peer, data.numel()))
+                target, make = job
+                peer = self._ranks[target]
+                with named("pack"):
+                    data = make()
+                work = dist.isend(data, group=self._group, group_dst=peer, tag=self._tag)
+                in_flight.append((work, peer, data.numel()))
                 self._on_sent(target, data.numel())
-                while len(in_flight) >= SENDS_IN_FLIGHT and sum(size for *_, size in in_flight) > SMALL_BYTES:
+                while len(in_flight) >= len(self._ranks) and sum(size for *_, size in in_flight) > SMALL_BYTES:
                     self._waits.wait(*in_flight.popleft()[:2])
             for work, peer, _ in in_flight:
                 self._waits.wait(work, peer)
         except BaseException as error:
             self._failure = self._failure or self._lost(error)
-            self._hang_up(str(self._failure))
+            self._hang_up(str(self._failure), self._failure)
 
-    def _made(self, num_bytes: int | None, make: Callable[[], Tensor]) -> Tensor:
-        try:
-            with named("pack"):
-                data = make()
-            assert num_bytes is None or data.numel() == num_bytes, f"{data.numel()} bytes of {num_bytes}"
-        except Exception as error:
-            self._failure = self._failure or error
-            return torch.zeros(SHORTEST_BYTES if num_bytes is None else num_bytes, dtype=torch.uint8)
-        return data
+    def _fail(self, error: BaseException) -> NoReturn:
+        """Raise what failed here before the peers hung up, without what torch says of that as its cause; else that."""
+        if self._failure is not None:
+            raise self._failure
+        raise self._lost(error) from error
 
     def _lost(self, error: BaseException) -> LostPeerError:
         return lost_peer(error, self._rank, len(self._ranks))
@@ -295,7 +308,7 @@ class Exchange:
     replaces both by its own.
     """
 
-    hang_up: Callable[[str], None]
+    hang_up: HangUp
     waits: Waits
     hosts: Sequence[int]
     """Host number of each rank; each rank has a host of its own until hosts are discovered."""
@@ -338,18 +351,29 @@ class Exchange:
         Raises:
             LostPeerError: a peer died, or did not take part within the timeout.
         """
+        return self.begin_records(outgoing)()
+
+    def begin_records(self, outgoing: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+        """Begin `swap_records`; return a function that completes it, before the next collective call."""
         num_bytes = outgoing[0].numel()
         if not self._is_whole or self.world_size == 1:
-            return self.swap(outgoing, [num_bytes] * self.world_size)
+            return partial(self.swap, outgoing, [num_bytes] * self.world_size)
         sent = torch.stack(list(outgoing))
         received = torch.empty_like(sent)
         try:
-            self.waits.wait(_of(self.process_group).alltoall_base(received, sent, [], []))
+            work = _of(self.process_group).alltoall_base(received, sent, [], [])
+        except RuntimeError as error:
+            raise self._lost(error) from error
+        return partial(self._complete_records, work, received)  # no closure: tracebacks would keep it, and so the group
+
+    def _complete_records(self, work: dist.Work, received: Tensor) -> list[Tensor]:
+        try:
+            self.waits.wait(work)
         except RuntimeError as error:
             raise self._lost(error) from error
         for rank in self._others():
-            self._count_sent(rank, num_bytes)
-            self._count_received(rank, num_bytes)
+            self._count_sent(rank, received.shape[1])
+            self._count_received(rank, received.shape[1])
         return list(received)
 
     def swap(self, outgoing: Sequence[Tensor], receive_bytes: Sequence[int]) -> list[Tensor]:
@@ -373,21 +397,7 @@ class Exchange:
             own if rank == self.rank else torch.empty(receive_bytes[rank], dtype=torch.uint8)
             for rank, own in enumerate(outgoing)
         ]
-        try:
-            receives = [self._receive(rank, incoming[rank]) for rank in reversed(others) if incoming[rank].numel()]
-            sends: deque[_PointToPoint] = deque()
-            for rank in others:
-                if outgoing[rank].numel():
-                    sends.append(self._send(rank, outgoing[rank]))
-                if len(sends) == SENDS_IN_FLIGHT:
-                    self.waits.wait(*sends.popleft())
-            for work, rank in (*sends, *receives):
-                self.waits.wait(work, rank)
-        except RuntimeError as error:
-            raise self._lost(error) from error
-        for rank in others:
-            self._count_sent(rank, outgoing[rank].numel())
-            self._count_received(rank, receive_bytes[rank])
+        self._move([(rank, outgoing[rank]) for rank in others], [(rank, incoming[rank]) for rank in reversed(others)])
         return incoming
 
     def swap_with(self, target: int | None, outgoing: Tensor, source: int | None, receive_bytes: int) -> Tensor:
@@ -399,27 +409,33 @@ class Exchange:
             LostPeerError: as for `swap_records`.
         """
         incoming = torch.empty(receive_bytes, dtype=torch.uint8)
-        works = []
+        self._move([] if target is None else [(target, outgoing)], [] if source is None else [(source, incoming)])
+        return incoming
+
+    def _move(self, outgoing: Sequence[tuple[int, Tensor]], incoming: Sequence[tuple[int, Tensor]]) -> None:
+        """Send and receive in this order, see `swap`; what is empty is not on the wire."""
         try:
-            if source is not None and receive_bytes:
-                works.append(self._receive(source, incoming))
-            if target is not None and outgoing.numel():
-                works.append(self._send(target, outgoing))
-            for work, rank in works:
+            receives = [self._receive(rank, data) for rank, data in incoming if data.numel()]
+            sends: deque[_PointToPoint] = deque()
+            for rank, data in outgoing:
+                if data.numel():
+                    sends.append(self._send(rank, data))
+                if len(sends) == SENDS_IN_FLIGHT:
+                    self.waits.wait(*sends.popleft())
+            for work, rank in (*sends, *receives):
                 self.waits.wait(work, rank)
         except RuntimeError as error:
             raise self._lost(error) from error
-        if target is not None:
-            self._count_sent(target, outgoing.numel())
-        if source is not None:
-            self._count_received(source, receive_bytes)
-        return incoming
+        for rank, data in outgoing:
+            self._count_sent(rank, data.numel())
+        for rank, data in incoming:
+            self._count_received(rank, data.numel())
 
-    def stream(self) -> Stream:
-        """Open a stream of messages of known sizes; all ranks enter and leave their streams in the same order."""
+    def stream(self, tag: int) -> Stream:
+        """Open a stream of messages, on all ranks; those that are open at once have different tags."""
         count = self._count_sent, self._count_received
         rank = self.global_ranks[self.rank]
-        return Stream(self.process_group, rank, self._ranks, *count, self.hang_up, self.waits)
+        return Stream(self.process_group, tag, rank, self._ranks, *count, self.hang_up, self.waits)
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Sum a contiguous or sparse tensor over the ranks, in place, by the group's own algorithm.
@@ -482,8 +498,8 @@ def _global_ranks_of(process_group: dist.ProcessGroup) -> list[int]:
     return list(process_group._get_backend(torch.device("cpu")).options.global_ranks_in_group)
 
 
-def _nothing(reason: str) -> None:
-    del reason
+def _nothing(reason: str, error: BaseException | None = None) -> None:
+    del reason, error
 
 
 _SPARSE_METADATA_BYTES = 9 * 8  # gathered by ProcessGroupGloo before a sparse tensor: sizes and nnz, int64
@@ -527,6 +543,10 @@ class Staging:
 
     def taking(self, handover: Handover) -> AbstractContextManager[object]:
         """Return the context of a job of the lane, in which the tensors may be used and results are written."""
+        return nullcontext()
+
+    def working(self) -> AbstractContextManager[object]:
+        """Return a context in which any thread may use the tensors of the job that runs."""
         return nullcontext()
 
     def to_host(self, *tensors: Tensor) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""The compressor of each parameter, from the ``compress=`` of users: a compressor, a policy, or name patterns."""
+"""How each dense gradient travels, by the ``dense=`` of users: an exact sum, or a compressor and its exchange."""
 
 from __future__ import annotations
 
@@ -6,13 +6,25 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from thinwire.compress.base import Compressor, Parameter, Policy, check_parameter
+from thinwire.compress.base import Compressor, Exchanged, Parameter, check_parameter
 from thinwire.compress.memory import with_memory
+from thinwire.errors import unknown
+
+NATIVE, LOSSLESS, AUTO = "native", "lossless", "auto"
+"""Exact sums: by the process group, in fewer bytes with the same exact result, or the faster of the two."""
+EXACT = (NATIVE, LOSSLESS, AUTO)
+
+Method = str | Compressor | Exchanged
+"""How one gradient travels: one of `EXACT`, or a compressor, with its exchange where that is chosen by hand."""
+Rule = Callable[[Parameter], Method]
+"""A function from a parameter to its method; the same on all ranks."""
+Dense = Method | Rule | Mapping[str, Method | Rule]
+"""Type of the argument ``dense`` of `thinwire.attach`, but for policies of `thinwire.fuse` and plans."""
 
 
 @dataclass(frozen=True)
 class LeaveSmall:
-    """A policy that leaves small and one-dimensional parameters to an exact all-reduce.
+    """A rule that compresses large matrices, and sums small and one-dimensional parameters exactly.
 
     DGC and PowerSGD do this. Biases and norms are a thousandth of the bytes, cost a message like any other, and suffer
     most from a stale value.
@@ -21,112 +33,124 @@ class LeaveSmall:
         compressor: compressor of all other parameters.
         min_elements: least number of elements of a compressed parameter.
         min_dimensions: least number of dimensions of a compressed parameter.
+        rest: method of the others: "native", "lossless" or "auto".
 
     Raises:
-        ValueError: negative limits.
+        ValueError: negative limits; an unknown sum.
 
     Example:
         >>> from thinwire.compress.methods.select import top_k
-        >>> policy = leave_small(top_k(0.01))
-        >>> policy(Parameter("fc.bias", (4096,))) is None
-        True
+        >>> leave_small(top_k(0.01))(Parameter("fc.bias", (4096,)))
+        'native'
     """
 
-    compressor: Compressor
+    compressor: Compressor | Exchanged
     min_elements: int = 1024
     min_dimensions: int = 2
+    rest: Method = NATIVE
 
     def __post_init__(self) -> None:
-        _compressor(self.compressor, "leave_small got")
+        if not isinstance(self.compressor, (Compressor, Exchanged)):
+            given = f"leave_small got {self.compressor!r}"
+            raise ValueError(f"{given}: pass a compressor such as thinwire.compress.top_k(0.01)")
+        _checked(self.rest, "leave_small got rest=")
         if self.min_elements < 0 or self.min_dimensions < 0:
             raise ValueError(
                 f"parameters of fewer than {self.min_elements} elements or {self.min_dimensions} dimensions: use limits"
                 " of at least 0"
             )
 
-    def __call__(self, parameter: Parameter) -> Compressor | None:
+    def __call__(self, parameter: Parameter) -> Method:
         large = parameter.numel >= self.min_elements and len(parameter.shape) >= self.min_dimensions
-        return self.compressor if large else None
+        return self.compressor if large else self.rest
 
 
 leave_small = LeaveSmall
 
 
-Compress = Compressor | Policy | Mapping[str, Compressor | None]
-"""Type of the argument ``compress`` of `thinwire.attach`."""
-
-
-def assign(compress: Compress, parameters: Sequence[Parameter]) -> dict[str, Compressor]:
-    """Return the compressor of each compressed parameter, by name, with error feedback where it is needed.
+def assign(
+    dense: Dense, parameters: Sequence[Parameter], others: Sequence[Parameter] = ()
+) -> dict[str, str | Exchanged]:
+    """Return how each gradient travels, by name; compressors have error feedback where it is needed.
 
     Args:
-        compress: a compressor, for which `leave_small` decides; a policy; or compressors by name pattern, as
-            in ``fnmatch``, of which the first match counts and None stands for an exact all-reduce.
-        parameters: all parameters that can be compressed.
+        dense: one of `EXACT`; a compressor, for which `leave_small` decides; a rule; or any of these by name pattern,
+            as in ``fnmatch``, of which the first match counts. What no pattern matches is "native".
+        parameters: all parameters whose gradients can be compressed.
+        others: those whose gradients cannot: of them a name or a pattern says how they are summed, else they are
+            "native".
 
     Raises:
-        ValueError: a pattern that matches no parameter; a value that is no compressor; a compressor that refuses a
+        ValueError: a pattern that matches no parameter; a value that is no method; a compressor that refuses a
             parameter.
     """
-    policy = _policy(compress, parameters)
-    found: dict[str, Compressor] = {}
+    if isinstance(dense, Mapping):
+        _check_patterns(dense, parameters, others)
+    methods: dict[str, str | Exchanged] = {}
     for parameter in parameters:
-        compressor = policy(parameter)
-        if compressor is not None:
-            check_parameter(compressor, parameter)
-            found[parameter.name] = with_memory(compressor)
-    return found
+        method = _method_of(dense, parameter)
+        if isinstance(method, Compressor):
+            method = Exchanged(method)
+        if isinstance(method, Exchanged):
+            check_parameter(method.compressor, parameter)
+            method = Exchanged(with_memory(method.compressor), method.exchange)
+        methods[parameter.name] = method
+    for other in others:
+        exact = _first(dense, other) if isinstance(dense, Mapping) else dense
+        methods[other.name] = exact if isinstance(exact, str) else NATIVE
+    return methods
 
 
-def _policy(compress: Compress, parameters: Sequence[Parameter]) -> Policy:
-    if isinstance(compress, Compressor):
-        return leave_small(compress)
-    if isinstance(compress, Mapping):
-        return _by_pattern(dict(compress), parameters)
-    if not callable(compress):
+def _method_of(dense: Dense, parameter: Parameter) -> Method:
+    """Return the method of one parameter."""
+    if isinstance(dense, (Compressor, Exchanged)):
+        return leave_small(dense)(parameter)
+    if isinstance(dense, Mapping):
+        method = _first(dense, parameter)
+        return _called(method, parameter) if callable(method) else method
+    return _called(dense, parameter) if callable(dense) else _checked(dense, "dense is")
+
+
+def _first(patterns: Mapping[str, Method | Rule], parameter: Parameter) -> Method | Rule:
+    """Return the value of the first pattern that matches a name."""
+    return next((value for pattern, value in patterns.items() if fnmatchcase(parameter.name, pattern)), NATIVE)
+
+
+def _called(rule: Rule, parameter: Parameter) -> Method:
+    """Return the answer of a rule, with clear errors: ``top_k`` is a function of a density, not of a parameter."""
+    name = getattr(rule, "__name__", repr(rule))
+    try:
+        answer = rule(parameter)
+    except (TypeError, ValueError) as error:
         raise ValueError(
-            f"compress is {compress!r}: pass a compressor such as thinwire.compress.top_k(0.01), not its name; a policy"
-            " (a function from a Parameter to a compressor or None); or a dict of name patterns and compressors"
-        )
-    return _called(compress)
+            f"the rule {name} failed for parameter {parameter.name!r}: {error} (a compressor is made by calling its"
+            " constructor, as in dense=thinwire.compress.top_k(0.01))"
+        ) from error
+    return _checked(answer, f"{name} answers for parameter {parameter.name!r}")
 
 
-def _called(policy: Callable[[Parameter], object]) -> Policy:
-    """Return the policy with clear errors: ``compress=top_k`` is a function of a density, not of a parameter."""
-    name = getattr(policy, "__name__", repr(policy))
-
-    def call(parameter: Parameter) -> Compressor | None:
-        try:
-            answer = policy(parameter)
-        except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"the policy {name} failed for parameter {parameter.name!r}: {error} (a compressor is made by calling"
-                " its constructor, as in compress=thinwire.compress.top_k(0.01))"
-            ) from error
-        return None if answer is None else _compressor(answer, f"{name} answers for parameter {parameter.name!r}")
-
-    return call
-
-
-def _by_pattern(patterns: dict[str, Compressor | None], parameters: Sequence[Parameter]) -> Policy:
-    for pattern, compressor in patterns.items():
-        if compressor is not None:
-            _compressor(compressor, f"compress has for {pattern!r}")
-        if not any(fnmatchcase(parameter.name, pattern) for parameter in parameters):
+def _check_patterns(
+    patterns: Mapping[str, Method | Rule], parameters: Sequence[Parameter], others: Sequence[Parameter]
+) -> None:
+    for pattern, value in patterns.items():
+        if not callable(value):
+            _checked(value, f"dense has for {pattern!r}")
+        named = (*parameters, *others) if isinstance(value, str) else parameters
+        if not any(fnmatchcase(parameter.name, pattern) for parameter in named):
             names = ", ".join(parameter.name for parameter in parameters)
             raise ValueError(
-                f"no parameter that can be compressed has a name like {pattern!r}; tables of embeddings cannot, these"
-                f" can: {names}"
+                f"no parameter that can be compressed has a name like {pattern!r}; embeddings with sparse=True cannot,"
+                f" nor those that FSDP2 shards by rows; these can: {names}"
             )
 
-    def first(parameter: Parameter) -> Compressor | None:
-        fitting = (compressor for pattern, compressor in patterns.items() if fnmatchcase(parameter.name, pattern))
-        return next(fitting, None)
 
-    return first
-
-
-def _compressor(value: object, where: str) -> Compressor:
-    if not isinstance(value, Compressor):
-        raise ValueError(f"{where} {value!r}: pass a compressor such as thinwire.compress.top_k(0.01)")
-    return value
+def _checked(value: object, where: str) -> Method:
+    if isinstance(value, str) and value not in EXACT:
+        raise unknown("dense", value, EXACT, ", a compressor such as thinwire.compress.top_k(0.01), or a thinwire.Plan")
+    if isinstance(value, (str, Compressor, Exchanged)):
+        return value
+    raise ValueError(
+        f"{where} {value!r}: pass {', '.join(map(repr, EXACT))}, a compressor such as thinwire.compress.top_k(0.01), a"
+        " function from a Parameter to one of these, or a dict of name patterns; policies of thinwire.fuse and plans"
+        " are for all gradients"
+    )

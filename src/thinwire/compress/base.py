@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from thinwire.compress import packing
-from thinwire.wire import digest64
+from thinwire.rows.formats import digest64
 
 State = dict[str, Any]
 """State of one parameter in one compressor: tensors, ints, floats and nested states by name. Updated in place."""
@@ -44,7 +44,7 @@ class Parameter:
 
 
 class Memory(Enum):
-    """The keeper of the unsent rest of a compressor."""
+    """Who keeps the residual, the part of a gradient that a compressor did not send."""
 
     NEEDED = "needed"
     """Nothing keeps it yet, and it would be lost for good: `attach` adds error feedback."""
@@ -61,22 +61,30 @@ class Payload:
     """A compressed gradient: contiguous tensors, whose meaning each compressor defines.
 
     It may share memory with the gradient and the state that it was made of until the next `Compressor.compress`.
+
+    Args:
+        parts: the tensors.
+        code: compressor in which sums of these parts travel, in two shots; None for an all-reduce in their own dtype.
     """
 
     parts: tuple[Tensor, ...]
+    code: Packed | None = field(default=None, kw_only=True)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the parts, without those that `Packed.pack` adds."""
-        return sum(part.numel() * part.element_size() for part in self.parts)
+        if self.code is None:
+            return sum(part.nbytes for part in self.parts)
+        plans = [Parameter("part", tuple(part.shape), part.dtype) for part in self.parts]
+        return sum(self.code.packed_bytes(plan) or 0 for plan in plans)
 
 
 class Compressor(ABC):
     """A lossy code for gradients. Subclasses are frozen dataclasses: configuration only, all state is passed in.
 
     One step of one parameter, on each rank: `compress`, which updates the state; the mean over the ranks; `finish`.
-    The type of a compressor decides how payloads become a mean: those of a `Packed` one travel as bytes and are decoded
-    by every rank, those of a `Summable` one are added up inside an all-reduce. A compressor can be both.
+    The type of a compressor decides how payloads become a mean: a `Packed` one's travel as bytes and are decoded by
+    every rank, a `Summable` one's are added up inside an all-reduce. A compressor can be both.
     """
 
     def __init_subclass__(cls) -> None:
@@ -112,12 +120,33 @@ class Compressor(ABC):
     def add(self, payload: Payload, parameter: Parameter, total: Tensor, negated: bool = False) -> None:
         """Add the gradient of a payload to ``total``, of ``parameter.shape``, in place; subtract it if ``negated``.
 
-        Where sent elements are exact, as those of sparsifiers are, subtracting leaves zeros.
+        Where sent elements are exact, as in sparsifiers, subtracting leaves zeros.
         """
         total.add_(self.decompress(payload, parameter), alpha=-1 if negated else 1)
 
     def finish(self, mean: Tensor, parameter: Parameter, state: State) -> None:  # noqa: B027  most have nothing to do
         """Update the state from the mean of all ranks, at the end of a step; ``mean`` must not be changed."""
+
+    def by(self, exchange: object) -> Exchanged:
+        """Return this compressor with the exchange that averages its payloads, for ``dense=`` of `thinwire.attach`.
+
+        Args:
+            exchange: "all_reduce", "all_gather", "two_shot", or for sparsifiers a scheme of `thinwire.schemes` or its
+                name, such as "zen"; "auto" is what a compressor without ``by`` gets: the one of fewest bytes that the
+                compressor allows, but no scheme.
+
+        Example:
+            >>> thinwire.attach(model, dense=top_k(0.01).by("two_shot"))                 # doctest: +SKIP
+        """
+        return Exchanged(self, exchange)
+
+
+@dataclass(frozen=True)
+class Exchanged:
+    """A compressor and the exchange that averages its payloads, see `Compressor.by`."""
+
+    compressor: Compressor
+    exchange: object = "auto"
 
 
 class Sized(Compressor):
@@ -207,12 +236,8 @@ def check_parameter(compressor: Compressor, parameter: Parameter) -> None:
     if not parameter.dtype.is_floating_point:
         raise ValueError(
             f"{compressor.name}: parameter {parameter.name!r} is {parameter.dtype}: only floating-point gradients can"
-            " be compressed; freeze it with requires_grad_(False) or leave it out of compress="
+            ' be compressed; freeze it with requires_grad_(False), or make it dense="native" by its name'
         )
-
-
-Policy = Callable[[Parameter], Compressor | None]
-"""A function from a parameter to its compressor, or None for an exact all-reduce; the same on all ranks."""
 
 
 @dataclass(frozen=True)

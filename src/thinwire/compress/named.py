@@ -10,7 +10,7 @@ from thinwire import compress
 from thinwire.compress.base import Compressor
 from thinwire.errors import unknown
 
-_AROUND_COMPRESSORS = {"error_feedback", "leave_small", "momentum_correction", "redistribute", "warm_up"}
+_AROUND_COMPRESSORS = {"ef21", "error_feedback", "leave_small", "momentum_correction", "redistribute", "warm_up"}
 
 NAMES = tuple(name for name in compress.__all__ if name.islower() and name not in _AROUND_COMPRESSORS)
 """Names of the constructors of `thinwire.compress` that a text can use."""

@@ -1,8 +1,7 @@
-"""States of compressors by parameter name: copied, compared, redistributed to other ranks, and regrouped.
+"""States of compressors by parameter name: copied, compared, and redistributed to other ranks.
 
-The unsent rest of gradients is in memories, element by element, so it moves with its elements. Settings that a
-method adapts (steps, stages of a search) have no elements; a new group copies those of its first member. Everything
-else (ids of the last step, regions) is computed again.
+The residuals of gradients are kept element by element, so they move with their elements. Settings that a method adapts
+(steps, stages of a search) have no elements. Everything else (ids of the last step, regions) is computed again.
 
 Pure: no communication is needed. In two shots the owner of a piece has a memory of the *mean*; there is one such
 memory where all ranks have one of their own gradients, so it is multiplied by the number of ranks when it joins those
@@ -12,7 +11,6 @@ of its rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -23,11 +21,11 @@ from thinwire.compress.base import State
 
 def mapped(change: Callable[..., Any], *states: Mapping[str, Any]) -> State:
     """Return a state of ``change(name, *entries)`` for the entries of states that have one structure."""
-    found: State = {}
+    result: State = {}
     for name, first in states[0].items():
         entries = [state[name] for state in states]
-        found[name] = mapped(change, *entries) if isinstance(first, Mapping) else change(name, *entries)
-    return found
+        result[name] = mapped(change, *entries) if isinstance(first, Mapping) else change(name, *entries)
+    return result
 
 
 def copied(state: Mapping[str, Any]) -> State:
@@ -46,17 +44,17 @@ def check_fits(state: Mapping[str, Any], pattern: Mapping[str, Any], where: str)
     if unknown:
         raise ValueError(f"{where}: {min(unknown)!r} is in one of the states only, so they are of different methods")
     for name, entry in pattern.items():
-        found = state[name]
-        if isinstance(entry, Mapping) and isinstance(found, Mapping):
-            check_fits(found, entry, f"{where}, {name}")
-        elif isinstance(entry, Tensor) and entry.numel() == 0 and isinstance(found, Tensor):
+        saved = state[name]
+        if isinstance(entry, Mapping) and isinstance(saved, Mapping):
+            check_fits(saved, entry, f"{where}, {name}")
+        elif isinstance(entry, Tensor) and entry.numel() == 0 and isinstance(saved, Tensor):
             continue  # grows with the first step
-        elif _kind(found) != _kind(entry):
-            raise ValueError(f"{where}: {name!r} is {_kind(found)} in the state, and {_kind(entry)} here")
+        elif _kind(saved) != _kind(entry):
+            raise ValueError(f"{where}: {name!r} is {_kind(saved)} in the state, and {_kind(entry)} here")
 
 
 def redistribute(states: Sequence[Mapping[str, Any]], world_size: int) -> list[dict[str, Any]]:
-    """Return states of a synchronization for another number of ranks, from those of all its ranks.
+    """Return states of a synchronization for another number of ranks, from the states of all its ranks.
 
     Every new rank gets the mean of the memories of the old ones. The mean over the ranks is what the memories will
     add to coming gradients, so it is conserved (up to the rounding of the mean): nothing that was not sent is lost.
@@ -71,7 +69,7 @@ def redistribute(states: Sequence[Mapping[str, Any]], world_size: int) -> list[d
         The states for `Synchronizer.load_state_dict` of each new rank.
 
     Raises:
-        ValueError: states that are not those of all ranks of one synchronization, or have no compression in them.
+        ValueError: states that are not of all ranks of one synchronization, or have no compression in them.
 
     Example:
         >>> states = [torch.load(f"sync-{rank}.pt") for rank in range(8)]                # doctest: +SKIP
@@ -82,9 +80,9 @@ def redistribute(states: Sequence[Mapping[str, Any]], world_size: int) -> list[d
     parts = [state["compress"] for state in states if state.get("compress") is not None]
     if not parts or len(parts) < len(states):
         raise ValueError("these states have no compression in them, and exact ones fit any number of ranks as they are")
-    found = [(part["rank"], part["world_size"]) for part in parts]
-    if found != [(rank, len(parts)) for rank in range(len(parts))]:
-        raise ValueError(f"states of (rank, world_size) {found}: give those of all ranks of one run, in rank order")
+    ranks = [(part["rank"], part["world_size"]) for part in parts]
+    if ranks != [(rank, len(parts)) for rank in range(len(parts))]:
+        raise ValueError(f"states of (rank, world_size) {ranks}: pass all states of a run, in rank order")
     old = [part["states"] for part in parts]
     if any(set(of_rank) != set(old[0]) for of_rank in old):
         raise ValueError("states with different parameters are not of one synchronization")
@@ -199,44 +197,6 @@ def owe(state: Mapping[str, Any], rest: Tensor) -> None:
         memory.copy_(rest.reshape(-1)[start:stop].view(memory.shape))
 
 
-def dissolved(state: Mapping[str, Any], sizes: Sequence[int], rank: int, world_size: int) -> list[State]:
-    """Return the state of each member, for `fused`, of a gradient that was compressed as one.
-
-    Args:
-        state: state of the flat gradient, as `Reduction.init` made it.
-        sizes: number of elements of each member, in order.
-    """
-    worker, server = state, {}
-    if set(state) == _TWO_SHOT:
-        worker, server = _concatenated(list(state["pieces"].values())), state["server"]
-        memory, whole = _memory(worker), outstanding(state, rank, world_size)
-        if memory is not None and whole is not None:
-            memory.copy_(whole)
-    numel = sum(sizes)
-    return [
-        {"worker": _sliced(worker, start, stop, numel), "server": _sliced(server, 0, 0, -1)}
-        for start, stop in pairwise(accumulate(sizes, initial=0))
-    ]
-
-
-def fused(members: Sequence[State | None], sizes: Sequence[int], pattern: State) -> State:
-    """Return the state of a flat gradient from the results of `dissolved` for its members, or None for a new one.
-
-    Args:
-        pattern: a new state of the flat gradient, whose tensors are reused.
-    """
-    worker, server = ([None if member is None else member[side] for member in members] for side in ("worker", "server"))
-    numel = sum(sizes)
-    if set(pattern) != _TWO_SHOT:
-        return _filled(pattern, worker, sizes, (0, numel))
-    world_size = len(pattern["pieces"])
-    pieces = {
-        owner: _filled(piece, worker, sizes, span(numel, int(owner), world_size))
-        for owner, piece in pattern["pieces"].items()
-    }
-    return {"pieces": pieces, "server": _filled(pattern["server"], server, sizes, (0, 0))}
-
-
 def _memory(state: Mapping[str, Any]) -> Tensor | None:
     """Return the memory of `ErrorFeedback`, `MomentumCorrection`, or a method with its own."""
     for name in ("velocity", "error"):
@@ -244,47 +204,6 @@ def _memory(state: Mapping[str, Any]) -> Tensor | None:
             return state[name]
     inner = (_memory(entry) for entry in state.values() if isinstance(entry, Mapping))
     return next((memory for memory in inner if memory is not None), None)
-
-
-def _sliced(state: Mapping[str, Any], start: int, stop: int, numel: int) -> State:
-    """Slice tensors [numel], and put None in the place of other tensors."""
-
-    def sliced(name: str, entry: object) -> object:
-        if not isinstance(entry, Tensor):
-            return entry
-        is_elementwise = entry.is_floating_point() and entry.dim() == 1 and entry.numel() == numel
-        return entry[start:stop].clone() if is_elementwise else None
-
-    return mapped(sliced, state)
-
-
-def _concatenated(states: Sequence[Mapping[str, Any]]) -> State:
-    """Return pieces as one state: vectors concatenated, everything else from the first."""
-
-    def concatenated(name: str, *entries: Any) -> Any:
-        first = entries[0]
-        return torch.cat(entries) if isinstance(first, Tensor) and first.dim() == 1 else first
-
-    return mapped(concatenated, *states)
-
-
-def _filled(pattern: State, sources: Sequence[Any], sizes: Sequence[int], span: tuple[int, int]) -> State:
-    filled: State = {}
-    for name, entry in pattern.items():
-        found = [source.get(name) if isinstance(source, Mapping) else None for source in sources]
-        if isinstance(entry, Mapping):
-            filled[name] = _filled(dict(entry), found, sizes, span)
-        elif isinstance(entry, Tensor) and any(isinstance(part, Tensor) for part in found):
-            parts = [
-                part if isinstance(part, Tensor) else entry.new_zeros(size)
-                for part, size in zip(found, sizes, strict=True)
-            ]
-            filled[name] = torch.cat(parts)[slice(*span)].clone()
-        elif isinstance(entry, Tensor) or name == "salt":
-            filled[name] = entry
-        else:
-            filled[name] = next((part for part in found if type(part) is type(entry)), entry)
-    return filled
 
 
 def span(numel: int, owner: int, world_size: int) -> tuple[int, int]:

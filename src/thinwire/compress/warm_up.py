@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, is_dataclass, replace
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -33,15 +33,28 @@ _INNER, _DENSE = 0, 1
 
 @dataclass(frozen=True)
 class WarmUp(Wrapper):
-    """The wrapper of `warm_up`, which describes the other settings. State: ``step``, the next one; ``inner``.
+    """A wrapper that sends more in the first steps (Lin et al., ICLR'18, section 3.3).
+
+    A sparsifier, inside any wrappers, has in step ``s`` the density ``start (final / start)^(s / steps)``; a compressor
+    without a density sends ``steps`` dense steps, and its own state (and memory, if error feedback is inside) does not
+    change. Payloads change in size, so they cannot be priced beforehand. State: ``step``, the next one; ``inner``.
 
     Args:
+        inner: a compressor or wrapper.
+        steps: number of steps of the warm-up, counted in the state of each parameter; four epochs in the paper, 0 for
+            none.
+        start_density: density of sparsifiers in the first step.
         stairs: number of equal parts of the warm-up, such as epochs, with a constant density; None changes it every
             step.
 
     Raises:
         ValueError: negative steps; a start that is not a density, or below the one that it should lead to; more stairs
             than steps; a compressor whose error is known after the sum only, without error feedback around it.
+
+    Example:
+        >>> from thinwire.compress.methods.select import top_k
+        >>> [round(warm_up(top_k(0.01), steps=2).density(step), 3) for step in range(4)]
+        [0.25, 0.05, 0.01, 0.01]
     """
 
     steps: int
@@ -68,7 +81,7 @@ class WarmUp(Wrapper):
     def code(self) -> Compressor:
         """Code of payloads: of any size if there is a density; else one that also reads dense payloads."""
         code = code_of(self.inner)
-        return dense_first(code) if density_of(code) is None else _varying(code)
+        return dense_first(code) if density_of(code) is None else _changed(code, varying=True)
 
     @property
     def name(self) -> str:
@@ -103,7 +116,7 @@ class WarmUp(Wrapper):
 
     def _at(self, step: int) -> Compressor:
         density = self.density(step)
-        return self.inner if density is None or step >= self.steps else at_density(self.inner, density)
+        return self.inner if density is None or step >= self.steps else _changed(self.inner, density=density)
 
 
 @dataclass(frozen=True, eq=False)
@@ -193,28 +206,7 @@ def dense_first(code: Compressor) -> Compressor:
     return SummedDenseFirst(code) if isinstance(code, Summable) else code
 
 
-def warm_up(inner: Compressor, steps: int, start_density: float = 0.25) -> WarmUp:
-    """Return a compressor that sends more in the first steps (Lin et al., ICLR'18, section 3.3).
-
-    A sparsifier, inside any wrappers, has in step ``s`` the density ``start (final / start)^(s / steps)``; a compressor
-    without a density sends ``steps`` dense steps, and its own state (and memory, if error feedback is inside) does not
-    change. Payloads change in size, so they cannot be priced beforehand.
-
-    Args:
-        inner: a compressor or wrapper.
-        steps: number of steps of the warm-up, counted in the state of each parameter; four epochs in the paper, 0 for
-            none.
-        start_density: density of sparsifiers in the first step.
-
-    Raises:
-        ValueError: see `WarmUp`.
-
-    Example:
-        >>> from thinwire.compress.methods.select import top_k
-        >>> [round(warm_up(top_k(0.01), steps=2).density(step), 3) for step in range(4)]
-        [0.25, 0.05, 0.01, 0.01]
-    """
-    return WarmUp(inner, steps, start_density)
+warm_up = WarmUp
 
 
 def density_of(compressor: Compressor) -> float | None:
@@ -229,19 +221,10 @@ def _of_any_size(specs: tuple[PartSpec, ...], parameter: Parameter) -> tuple[Par
     return tuple(replace(spec, numel=None, max_numel=max(spec.max_numel, parameter.numel)) for spec in specs)
 
 
-def _varying(compressor: Compressor) -> Compressor:
-    """Return the same code of payloads of any density."""
+def _changed(compressor: Compressor, **settings: Any) -> Compressor:
+    """Return the same compressor with other settings of its selector, which may be inside of wrappers."""
     if isinstance(compressor, DensitySelector):
-        return replace(compressor, varying=True)
+        return replace(compressor, **settings)
     assert isinstance(compressor, Wrapper), f"{compressor.name} has no density"
     assert is_dataclass(compressor)
-    return replace(compressor, inner=_varying(compressor.inner))  # pyrefly: ignore [bad-specialization]
-
-
-def at_density(compressor: Compressor, density: float) -> Compressor:
-    """Return the same compressor with another density, wrappers included."""
-    if isinstance(compressor, DensitySelector):
-        return compressor.with_density(density)
-    assert isinstance(compressor, Wrapper), f"{compressor.name} has no density"
-    assert is_dataclass(compressor)
-    return replace(compressor, inner=at_density(compressor.inner, density))  # pyrefly: ignore [bad-specialization]
+    return replace(compressor, inner=_changed(compressor.inner, **settings))  # pyrefly: ignore [bad-specialization]

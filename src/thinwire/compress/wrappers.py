@@ -11,10 +11,11 @@ from thinwire.compress.base import Compressor, Memory, Packed, Parameter, Payloa
 
 @dataclass(frozen=True)
 class Wrapper(Compressor):
-    """A compressor that changes what is compressed, or when; payloads, and the state ``inner``, are those of ``inner``.
+    """A compressor that changes what another one compresses, or when.
 
-    So a wrapper has nothing to do with packing and sums: `code_of` returns the compressor that has. One that
-    has payloads of its own, as `deep_reduce` has, is its own ``code``.
+    Payloads are the inner compressor's; its state is stored under ``"inner"``. Packing and sums are left to it, too:
+    `code_of` returns the compressor that does them. A wrapper with its own payloads, such as `deep_reduce`, is its own
+    ``code``.
     """
 
     inner: Compressor

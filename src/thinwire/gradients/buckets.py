@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 from operator import add
 
@@ -14,16 +14,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.futures import Future
 
-from thinwire.comm.channel import Subject
 from thinwire.comm.lane import Lane
 from thinwire.comm.process_group import Handover, Staging
+from thinwire.compress.assign import NATIVE
 from thinwire.errors import ThinwireError
 from thinwire.gradients.collective import CollectiveTables
 from thinwire.gradients.compressed import CompressedSync
 from thinwire.gradients.exact import DenseBucket, GradientSync, NativeAllReduce, Started
-from thinwire.gradients.lossless import GradientSampler, LosslessSync
+from thinwire.gradients.lossless import LosslessSync, Other
 from thinwire.gradients.tables import LookupRows, TableGradient, staged
-from thinwire.observe.step import Clock, JobTimes, Load, show
+from thinwire.observe.step import Clock, JobTimes, Load, Phase, show
 
 Pending = Future[Tensor] | DenseBucket
 """Work to wait for at the end of backward: a job of the lane, or an all-reduce beside it."""
@@ -42,7 +42,7 @@ class Contents:
     Args:
         buffer: the buffer of DDP; a sparse bucket holds one COO gradient, a dense one is synchronized in place.
         tables: gradients that are synchronized as rows.
-        others: the elements between them, by a name for error messages.
+        others: dense gradients between them.
         started: all-reduces of elements that are under way already.
         compressed: gradients that are averaged with compression, in place, by name of their parameters.
         name: name of the bucket, for traces.
@@ -52,7 +52,7 @@ class Contents:
 
     buffer: Tensor
     tables: tuple[TableGradient, ...]
-    others: tuple[tuple[str, Tensor], ...] = ()
+    others: tuple[Other, ...] = ()
     started: tuple[Started, ...] = ()
     compressed: tuple[tuple[str, Tensor], ...] = ()
     name: str = ""
@@ -62,11 +62,12 @@ class Contents:
         """Return all tensors whose memory is read or written."""
         tables = (table.gradient for table in self.tables)
         scattered = () if self.scattered is None else self.scattered[:2]
-        return [self.buffer, *tables, *(gradient for _, gradient in (*self.others, *self.compressed)), *scattered]
+        dense = (one[1] for one in (*self.others, *self.compressed))
+        return [self.buffer, *tables, *dense, *scattered]
 
     @property
     def load(self) -> Load:
-        exact = sum(gradient.nbytes for _, gradient in self.others)
+        exact = sum(other.gradient.nbytes for other in self.others)
         exact += 0 if self.scattered is None else self.scattered[0].nbytes
         compressed = [gradient.nbytes for _, gradient in self.compressed]
         return Load(self.name, exact, sum(compressed), len(compressed))
@@ -74,6 +75,50 @@ class Contents:
 
 Batch = Sequence[tuple[Contents, Future[Tensor]]]
 """Buckets of one job, with the futures of their means."""
+
+
+@dataclass(frozen=True, eq=False)
+class Sums:
+    """What sums the gradients of a model, each its own kind.
+
+    Args:
+        gradients: tables, and dense gradients on the lane.
+        native: what is neither a table nor compressed; None to leave that to the lane.
+        collective: tables, by the model's own group; None to leave all of them to the lane.
+        compressed: the gradients that are compressed; None if none are.
+        lossless: dense gradients that travel coded, on the lane; None if none do.
+        beside: sums of parameters that FSDP does not reduce, and the lane of each.
+    """
+
+    gradients: GradientSync
+    native: NativeAllReduce | None = None
+    collective: CollectiveTables | None = None
+    compressed: CompressedSync | None = None
+    lossless: LosslessSync | None = None
+    beside: list[tuple[Sums, Lane]] = field(default_factory=list)
+
+    @property
+    def collectives(self) -> list[CollectiveTables]:
+        """All sums of tables by a group of the model."""
+        return [one.collective for one in (self, *(sums for sums, _ in self.beside)) if one.collective is not None]
+
+    def finish_step(self, lane: Lane) -> None:
+        """End a step; ``lane`` is that of the gradients."""
+        for sums, own in ((self, lane), *self.beside):
+            if sums.native is not None:
+                sums.native.finish_step(own)
+            if sums.collective is not None:
+                sums.collective.finish_step()
+        self.gradients.finish_step()
+        if self.compressed is not None:
+            self.compressed.finish_step()
+
+    def listen(self, listener: Callable[[Phase, float, float], None] | None) -> None:
+        """Call ``listener`` with each phase of a sum, its start and its end; None ends that."""
+        if self.compressed is not None:
+            self.compressed.stopwatch.listener = listener
+        if self.lossless is not None:
+            self.lossless.listener = listener
 
 
 class Buckets:
@@ -85,50 +130,36 @@ class Buckets:
     after its last bucket only.
 
     Tables that the model's own group sums wait until the last bucket, or the end of backward, and are then summed
-    together on the calling thread. So all collectives of that group are in one order on all ranks: those of buckets in
-    the order of DDP, then those of the sums.
+    together on the calling thread. So all collectives of that group are in one order on all ranks: buckets in the order
+    of DDP, then the sums.
 
     A table does not wait the first time it is seen: under ``static_graph`` DDP marks no bucket of its first backward
     as the last one (torch 2.13), and waits for all before this class is notified of the end of backward.
 
     Args:
-        gradients: synchronizes tables and dense gradients.
+        sums: what sums them.
         lookups: the tables, and the rows of each that a backward touched.
         names: names of parameters, by ``id()``.
         lane: the lane that runs the jobs.
         staging: moves gradients to the lane and back; None if they are on the CPU.
-        native: all-reduces what is neither a table nor compressed; None to leave this to the lane.
-        compressed: averages the gradients that are compressed; None if none are.
         clock: records when buckets come and jobs run.
-        collective: sums tables by the model's own group; None to leave all of them to the lane.
-        lossless: sums dense gradients that travel coded, on the lane; None if none do.
     """
 
     def __init__(
         self,
-        gradients: GradientSync,
+        sums: Sums,
         lookups: LookupRows,
         names: Mapping[int, str],
         lane: Lane,
         staging: Staging | None = None,
-        native: NativeAllReduce | None = None,
-        compressed: CompressedSync | None = None,
         clock: Clock | None = None,
-        collective: CollectiveTables | None = None,
-        lossless: LosslessSync | None = None,
     ) -> None:
-        self._lossless = lossless
-        self.sampler: GradientSampler | None = None  # sees gradients of no table, before they are sent
-        self._collective = collective
+        self._gradients, self._native, self._collective = sums.gradients, sums.native, sums.collective
+        self._compressed, self._lossless = sums.compressed, sums.lossless
         self._staging = staging or Staging()
-        self._native = native
-        gradients.is_own = native is not None and native.is_own
-        gradients.may_leave = gradients.is_own or (native is not None and self._staging.is_host)
-        self._gradients = gradients
         self._lookups = lookups
         self._names = names
         self._lane = lane
-        self._compressed = compressed
         self._clock = clock or Clock()
         self._tables = {id(parameter) for parameter in lookups.parameters}
         self._seen: set[str] = set()
@@ -148,13 +179,10 @@ class Buckets:
 
     def submit(self, contents: Contents, is_last: bool = False) -> Pending:
         """Submit a bucket that is already split into its parts, like `add`."""
-        if self.sampler is not None:
-            for name, gradient in contents.others:
-                self.sampler(name, gradient)
-        is_lossless = self.goes_lossless(contents.name, [gradient for _, gradient in contents.others])
+        is_lossless = self.goes_lossless(contents.name, contents.others)
         is_lossless |= contents.scattered is not None
         if self._native is not None and not contents.compressed and not is_lossless:
-            dense = [gradient for _, gradient in contents.others]
+            dense = [other.gradient for other in contents.others]
             if not contents.tables:
                 bucket = self._native.start_bucket(dense, contents.buffer, self._clock.submit(contents.load))
                 if is_last:
@@ -209,10 +237,12 @@ class Buckets:
                 return None
             self._flush_at_last(bucket)
             return self._native.start_sparse(table, buffer, self._clock.submit(Load(name)))
-        if self._tables or self._compressed is not None or self.sampler is not None:
+        if self._tables or self._compressed is not None:
             return None
-        if self.goes_lossless(name, [buffer]):
-            return None
+        if self._lossless is not None:
+            alike = self._lossless.alike
+            if alike is None or any(self._lossless.taken(name, [Other(name, buffer, alike)])):
+                return None
         self._flush_at_last(bucket)
         job = self._clock.submit(Load(name, buffer.nbytes))
         return self._native.start_bucket([as_real(buffer)], buffer, job)
@@ -222,13 +252,31 @@ class Buckets:
             self.flush()
 
     @property
+    def is_of_model(self) -> bool:
+        """Whether sums are collectives of the model's own group."""
+        return self._native is not None and self._native.is_own
+
+    @property
     def has_lossless(self) -> bool:
         """Whether gradients may be summed losslessly."""
         return self._lossless is not None
 
-    def goes_lossless(self, name: str, gradients: Sequence[Tensor]) -> bool:
+    @property
+    def alike(self) -> str:
+        """How all gradients are summed that are not compressed, where that is one exact sum."""
+        return NATIVE if self._lossless is None else self._lossless.alike or NATIVE
+
+    def how(self, name: str) -> str:
+        """Return how the gradient of a parameter is summed if it is not compressed."""
+        return NATIVE if self._lossless is None else self._lossless.how(name)
+
+    def goes_lossless(self, name: str, gradients: Sequence[Other]) -> bool:
         """Return whether any gradient of a bucket is summed losslessly in this step."""
-        return self._lossless is not None and self._lossless.takes(name, gradients)
+        return self._lossless is not None and any(self._lossless.taken(name, gradients))
+
+    def expect(self, names: Iterable[str]) -> None:
+        """Let tables that another run has seen wait from the first step on, so that groups and bits are as there."""
+        self._seen.update(names)
 
     def take_formed(self) -> list[tuple[str, ...]]:
         """Return the parameters of each bucket that DDP formed since the last call, without tables."""
@@ -241,10 +289,9 @@ class Buckets:
         All ranks call it after the first step, which shows them, and return the same.
         """
         candidates = self._lookups.candidates
-        mine = [float(id(entry) in self._lookups.found) for entry in candidates]
-        subject = Subject("which parameters are looked up", f"{len(mine)} numbers")
-        told = self._lane.submit(lambda lane: lane.channel(subject).gather_numbers(mine)).wait()
-        tables = [entry for entry, ranks in zip(candidates, zip(*told, strict=True), strict=True) if any(ranks)]
+        mine = [float(id(entry) in self._lookups.looked_up) for entry in candidates]
+        gathered = self._lane.agree("which parameters are looked up", mine)
+        tables = [entry for entry, ranks in zip(candidates, zip(*gathered, strict=True), strict=True) if any(ranks)]
         self._lookups.adopt(tables)
         self._tables.update(map(id, tables))
         return tables
@@ -312,7 +359,11 @@ class Buckets:
             handover = self._staging.hand_over([tensor for contents, _ in batch for tensor in contents.tensors()])
             job = self._clock.submit(reduce(add, (contents.load for contents, _ in batch)))
             end = show(lambda: f"synchronize {', '.join(_names(batch))}")
-            done = self._lane.submit(lambda lane: self._fulfil(lane, batch, handover, job, end))
+
+            def fulfil(lane: Lane, begun: Callable[[], None] | None = None) -> None:
+                self._fulfil(lane, batch, handover, job, end, begun)
+
+            done = self._lane.submit(fulfil, begin=self._beginning(batch))
             done.add_done_callback(lambda done: _fail(batch, done, end))
 
     def _may_wait(self, contents: Contents) -> bool:
@@ -324,10 +375,32 @@ class Buckets:
         self._seen.add(table.name)
         return seen and self._gradients.shape(table).is_small
 
-    def _fulfil(self, lane: Lane, batch: Batch, handover: Handover, job: JobTimes, end: Callable[[], None]) -> None:
-        """Run a job of the lane; see `_fail` for errors."""
+    def _beginning(self, batch: Batch) -> Callable[[Lane], Callable[[], None]] | None:
+        """Return what begins to sum a bucket while the one before still waits for peers; None if it cannot."""
+        contents, _ = batch[0]
+        if len(batch) > 1 or contents.tables or contents.compressed or contents.started or not self._staging.is_host:
+            return None
+        if self._lossless is None or not all(self._lossless.taken(contents.name, contents.others)):
+            return None
+        return lambda lane: self._begin_dense(lane, contents)
+
+    def _fulfil(
+        self,
+        lane: Lane,
+        batch: Batch,
+        handover: Handover,
+        job: JobTimes,
+        end: Callable[[], None],
+        begun: Callable[[], None] | None,
+    ) -> None:
+        """Run a job of the lane, or complete one that was begun; see `_fail` for errors."""
         with self._staging.taking(handover):
-            results = self._synchronize(lane, [contents for contents, _ in batch], job)
+            if begun is None:
+                results = self._synchronize(lane, [contents for contents, _ in batch], job)
+            else:
+                self._clock.run(job)
+                begun()
+                results = [contents.buffer for contents, _ in batch]
             started = [one for contents, _ in batch for one in contents.started]
             # The lane's own stream must not wait for these: it has the next buckets to copy to the host.
             with self._staging.completing() if started else nullcontext():
@@ -350,7 +423,7 @@ class Buckets:
         return [means[contents.tables[0].name] if contents.buffer.is_sparse else contents.buffer for contents in batch]
 
     def _see(self, means: Sequence[tuple[str, Tensor]]) -> None:
-        """Note which means are zero. Those of tables that went as rows are not read, and a GPU is asked once."""
+        """Note which means are zero. Means of tables that went as rows are not read, and a GPU is asked once."""
         unions = {name: self._gradients.unions.get(name) for name, _ in means}
         unread = [(name, mean) for name, mean in means if (rows := unions[name]) is None or rows >= len(mean)]
         if self._staging.is_host:
@@ -364,46 +437,59 @@ class Buckets:
         self._zeros |= {name for (name, _), has_values in zip(unread, have_values, strict=True) if not has_values}
 
     def _synchronize_dense(self, lane: Lane, contents: Contents) -> None:
-        if contents.scattered is not None:
-            assert self._lossless is not None
-            self._lossless.reduce_scatter(lane, contents.name, *contents.scattered, self._staging)
-        if contents.compressed:
-            assert self._compressed is not None
-            names, gradients = zip(*contents.compressed, *contents.others, strict=True)
-            hosts = self._staging.to_host(*gradients)
-            compressed = list(zip(names, hosts, strict=True))[: len(contents.compressed)]
-            coded = None if self._lossless is None else partial(self._lossless.average, bucket=contents.name)
-            self._compressed.synchronize(lane, compressed, hosts[len(compressed) :], OTHERS, coded)
-            if not self._staging.is_host:
-                for gradient, mean in zip(gradients, self._staging.to_device(*hosts), strict=True):
-                    gradient.copy_(mean)
+        self._begin_dense(lane, replace(contents, others=()) if contents.compressed else contents)()
+        if not contents.compressed:
             return
-        others = contents.others
-        if self.goes_lossless(contents.name, [gradient for _, gradient in others]):
-            assert self._lossless is not None
-            others = self._lossless.all_reduce(lane, contents.name, others, self._staging)
-        for name, gradient in others:
-            self._gradients.dense(lane, name, gradient, OTHERS)
+        assert self._compressed is not None
+        names = [name for name, _ in contents.compressed]
+        gradients = [one[1] for one in (*contents.compressed, *contents.others)]
+        hosts = self._staging.to_host(*gradients)
+        compressed = list(zip(names, hosts, strict=False))
+        coded = None
+        if self._lossless is not None:
+            coded = partial(self._lossless.average, bucket=contents.name, gradients=contents.others)
+        self._compressed.synchronize(lane, compressed, hosts[len(compressed) :], OTHERS, coded)
+        if not self._staging.is_host:
+            for gradient, mean in zip(gradients, self._staging.to_device(*hosts), strict=True):
+                gradient.copy_(mean)
+
+    def _begin_dense(self, lane: Lane, contents: Contents) -> Callable[[], None]:
+        """Begin to sum what is not compressed in a bucket; return a function that completes it."""
+        lossless, others = self._lossless, contents.others
+        if contents.scattered is not None:
+            assert lossless is not None
+            return lossless.begin_reduce_scatter(lane, contents.name, *contents.scattered, self._staging)
+        complete = None if lossless is None else lossless.begin(lane, contents.name, others, self._staging)
+
+        def finish() -> None:
+            for name, gradient, _ in others if complete is None else complete():
+                self._gradients.dense(lane, name, gradient, OTHERS)
+
+        return finish
 
     def _take_apart(self, bucket: dist.GradBucket) -> Contents:
         buffer = bucket.buffer()
         name = f"bucket {bucket.index()}"
         if buffer.is_sparse:
-            return Contents(buffer, (TableGradient(self._names[id(bucket.parameters()[0])], buffer),), name=name)
+            table = TableGradient(self._names[id(bucket.parameters()[0])], buffer.detach())  # see `start_sparse`
+            return Contents(buffer, (table,), name=name)
         parameters = [self._names.get(id(parameter), "") for parameter in bucket.parameters()]
         tables: list[TableGradient] = []
-        others: list[tuple[str, Tensor]] = []
+        others: list[Other] = []
         compressed: list[tuple[str, Tensor]] = []
-        done = 0
+        done, how = 0, self.how(parameters[0])
         for parameter, parameter_name, gradient in zip(
             bucket.parameters(), parameters, bucket.gradients(), strict=True
         ):
-            is_table = id(parameter) in self._tables and not self._gradients.leaves(parameter_name)
+            is_table = id(parameter) in self._tables and not self._gradients.leaves(parameter_name, gradient)
+            begin = int(gradient.storage_offset() - buffer.storage_offset())
             if not is_table and not self.compresses(parameter_name):
                 self.release(parameter_name, gradient)
+                if (before := how) != (how := self.how(parameter_name)):
+                    others += _between(bucket, done, begin, before)
+                    done = begin
                 continue
-            begin = int(gradient.storage_offset() - buffer.storage_offset())
-            others += _between(bucket, done, begin)
+            others += _between(bucket, done, begin, how)
             done = begin + gradient.numel()
             if is_table:
                 assert isinstance(parameter, nn.Parameter)
@@ -411,7 +497,7 @@ class Buckets:
                 tables.append(TableGradient(parameter_name, self._lookups.matrix(parameter, gradient), touched))
             else:
                 compressed.append((parameter_name, gradient))
-        others += _between(bucket, done, buffer.numel())
+        others += _between(bucket, done, buffer.numel(), how)
         self._formed[bucket.index()] = tuple(
             name
             for parameter, name in zip(bucket.parameters(), parameters, strict=True)
@@ -459,9 +545,9 @@ def set_exception(futures: Sequence[Future[Tensor]], error: Exception) -> None:
             future.set_exception(ThinwireError(f"{type(error).__name__}: {error}"))  # type: ignore[arg-type]
 
 
-def _between(bucket: dist.GradBucket, begin: int, stop: int) -> list[tuple[str, Tensor]]:
+def _between(bucket: dist.GradBucket, begin: int, stop: int, how: str) -> list[Other]:
     name = f"elements {begin} to {stop} of gradient bucket {bucket.index()}"
-    return [(name, as_real(bucket.buffer()[begin:stop]))] if stop > begin else []
+    return [Other(name, as_real(bucket.buffer()[begin:stop]), how)] if stop > begin else []
 
 
 def as_real(tensor: Tensor) -> Tensor:

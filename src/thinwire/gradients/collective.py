@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,20 +17,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.comm.collectives import Collectives
-from thinwire.comm.hosts import ranks_of_hosts
+from thinwire.comm.hosts import has_levels, ranks_of_hosts
 from thinwire.comm.lane import Lane
 from thinwire.comm.machine import Machine, measure_collectives
 from thinwire.comm.process_group import ring_all_reduce_bytes, sparse_all_reduce_bytes
-from thinwire.errors import ranks_told
-from thinwire.gradients.exact import DENSE_PAUSE_STEPS, GradientSync, Started
+from thinwire.errors import is_of_a_peer, ranks_told
+from thinwire.gradients.exact import DENSE_PAUSE_STEPS, GradientSync, Started, pinned_by
 from thinwire.gradients.tables import TableGradient, share
 from thinwire.kernels import dispatch, stack_starts
-from thinwire.observe.step import ParameterRecord
-from thinwire.sync.choose import Demand, Point, Route
-from thinwire.sync.collective import CollectiveSum, Counts, NamedGradient, plan, refusal, sent_bytes, stacks
-from thinwire.sync.experience import Routes
-from thinwire.sync.named import AGSPARSE_CODED, AUTO, ZEN, name_of
-from thinwire.sync.scheme import Scheme
+from thinwire.sums.collective import CollectiveSum, Counts, NamedGradient, plan, refusal, sent_bytes, stacks
+from thinwire.sums.cost import Demand
+from thinwire.sums.named import AGSPARSE_CODED, AUTO, ZEN, name_of
+from thinwire.sums.two_level import TwoLevel
+from thinwire.tune.prices import Point, Route
+from thinwire.tune.routes import Routes
 
 CANDIDATES = (ZEN, AGSPARSE_CODED)
 COLLECTIVE = "by collectives"
@@ -46,7 +46,7 @@ class CollectiveTables:
     """The exact means of tables of a model, by its own process group, on the thread that issues its buckets.
 
     With a scheme that the group's collectives do not run, tables go over the lane. Under "auto" each goes one of three
-    ways in a step (`thinwire.sync.choose.Route`), as all ranks decided after an earlier one from numbers that all of
+    ways in a step (`thinwire.tune.prices.Route`), as all ranks decided after an earlier one from numbers that all of
     them know: the rows that each rank held, the rows of the sums, measured links, and the seconds of real sums. A table
     that goes another way is summed here again after some steps, one at first and twice as many each time, because the
     next batches may differ.
@@ -64,14 +64,19 @@ class CollectiveTables:
         self._exchange.hosts = lane.exchange.hosts
         self._sum = CollectiveSum(self._exchange)
         self._is_auto = account.scheme == AUTO
+        self._named, hosts = account.scheme, ranks_of_hosts(lane.exchange.hosts)
+        if isinstance(self._named, TwoLevel) and self._named.hosts is None:
+            self._named = self._named.placed(lane.exchange.hosts)
+        in_two_levels = [TwoLevel(one, hosts) for one in CANDIDATES if has_levels(hosts)]
+        self._candidates: list[Point] = [*CANDIDATES, *in_two_levels]
         self._routes: Routes | None = None
         self._staged: dict[str, int] = {}  # tables that go over the lane, and the number of steps left
         self._runs: dict[str, int] = {}  # how often in a row a table was sent another way
-        self._schemes: dict[str, Scheme] = {}
+        self._schemes: dict[str, Point] = {}
         self._last: dict[str, tuple[Route, Point]] = {}
         self._num_sums = 0
         self._watch: _Stopwatch | None = None
-        self._timed: tuple[dict[str, tuple[Demand, bool]], dict[str, Scheme]] | None = None
+        self._timed: tuple[dict[str, tuple[Demand, bool]], dict[str, Point]] | None = None
         self._intervals: list[tuple[float, float]] = []
 
     @property
@@ -83,8 +88,7 @@ class CollectiveTables:
         """Return whether a table is summed here in this step, and not by the lane; call it once a step for each."""
         steps = self._staged.get(table.name, 0)
         self._staged[table.name] = max(0, steps - 1)
-        scheme = self._account.scheme
-        return not steps if self._is_auto else isinstance(scheme, Scheme) and not refusal(scheme)
+        return not steps if self._is_auto else not isinstance(self._named, str) and not refusal(self._named)
 
     def means(self, tables: Sequence[TableGradient], started: Sequence[Started]) -> list[Tensor]:
         """Return the mean of each gradient: a new coalesced COO tensor, or the dense one, in place.
@@ -93,6 +97,7 @@ class CollectiveTables:
             started: all-reduces of the rest of their buckets, for which the current stream waits, too.
 
         Raises:
+            LostPeerError: a rank died; the error names it.
             ThinwireError: an earlier failure left the ranks out of step; MismatchError, PeerError,
                 CorruptMessageError: see `CollectiveSum.all_reduce`.
         """
@@ -112,6 +117,8 @@ class CollectiveTables:
             gradients = [NamedGradient(table.name, table.gradient) for table in tables]
             means = self._sum.all_reduce(gradients, schemes, 1.0 / self._exchange.world_size)
         except Exception as error:
+            if is_of_a_peer(error):  # which one, the connections of the lane show
+                raise self._lane.lost_to(error.__cause__ or error) from error
             if ranks_told(error) < self._exchange.world_size:
                 self._lane.break_off(str(error))
             raise
@@ -131,7 +138,7 @@ class CollectiveTables:
         return [mean if table.gradient.is_sparse else table.gradient for table, mean in zip(tables, means, strict=True)]
 
     def finish_step(self) -> None:
-        """Add bytes and seconds to those of the lane, while no job of it runs, which adds too."""
+        """Add bytes and seconds to the counts of the lane, while no job of it runs, which adds too."""
         mine, total = self._exchange.traffic, self._lane.exchange.traffic
         for name, value in vars(mine).items():
             setattr(total, name, getattr(total, name) + value)
@@ -140,17 +147,28 @@ class CollectiveTables:
         for began, ended in intervals:
             self._lane.note_busy(began, ended)
 
-    def _scheme(self, table: TableGradient) -> Scheme:
-        scheme = self._account.scheme
-        return self._schemes.get(table.name, ZEN) if self._is_auto else scheme  # type: ignore[return-value]
+    def state_dict(self) -> dict[str, Any]:
+        """Return the ways of tables, as decided so far."""
+        schemes = {name: name_of(scheme) for name, scheme in self._schemes.items()}
+        return {"staged": dict(self._staged), "runs": dict(self._runs), "schemes": schemes}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore them. Times are left out: they may be of another machine."""
+        self._staged, self._runs = dict(state["staged"]), dict(state["runs"])
+        points: dict[str, Point] = {name_of(one): one for one in self._candidates}
+        self._schemes = {name: points.get(is_, ZEN) for name, is_ in state["schemes"].items()}
+
+    def _scheme(self, table: TableGradient) -> Point:
+        return self._schemes.get(table.name, ZEN) if self._is_auto else self._named  # type: ignore[return-value]
 
     def _demands(self, tables: Sequence[TableGradient]) -> dict[str, tuple[Demand, bool]]:
-        found = {}
+        demands = {}
         for table in tables:
             counts, layout, gradient = self._sum.counts[table.name], table.layout, table.gradient
             size = layout.num_rows, layout.width, gradient.element_size()
-            found[table.name] = Demand.of(counts.held, *size, union=counts.union), gradient.is_sparse
-        return found
+            in_rank_order = self._account.in_rank_order
+            demands[table.name] = Demand.of(counts.held, *size, counts.union, in_rank_order), gradient.is_sparse
+        return demands
 
     def _learn(self) -> None:
         """Learn the seconds of the last timed sum, of the rank that waited least for the others."""
@@ -172,33 +190,26 @@ class CollectiveTables:
             elif choice.route is Route.STAGED:
                 self._staged[name] = steps
             else:
-                assert isinstance(choice.price.scheme, Scheme)
                 self._schemes[name] = choice.price.scheme
             last, self._last[name] = self._last.get(name), (choice.route, choice.price.scheme)
             if last != self._last[name]:
                 entry = self._account.records[name]
-                entry.reason = " rather than ".join(way.told for way in (choice, *others[:1]))
+                entry.reason = " rather than ".join(option.text for option in (choice, *others[:1]))
                 if self._exchange.rank == 0:
-                    _log.info("%s: %s", name, entry.reason)
+                    _log.info("%s: %s; %s", name, entry.reason, pinned_by(choice.price.scheme))
 
     def _known_routes(self, device: torch.device) -> Routes | None:
         """Return what is known of the routes; the first call measures, on all ranks together."""
         if self._routes is None and self._num_sums == 1:
-            exchange = Collectives(self._process_group)
-            own = measure_collectives(exchange, device)
-
-            def job(lane: Lane) -> Machine | None:
-                lane.setup.sent_bytes += exchange.traffic.sent_bytes
-                return lane.machine()
-
-            lane = self._lane.submit(job).wait()
-            if own is not None:
+            own = measured(self._process_group, self._lane, device)
+            lane = self._lane.submit(Lane.machine).wait()
+            if own:
                 hosts = ranks_of_hosts(self._lane.exchange.hosts)
-                self._routes = Routes(own, lane, hosts, CANDIDATES, device.type == "cpu")
+                self._routes = Routes(own, lane, hosts, self._candidates, device.type == "cpu")
         return self._routes
 
-    def _record(self, tables: Sequence[TableGradient], schemes: Sequence[Scheme], sent: int) -> None:
-        """Count a sum. Bytes are shared by those of the rows that this rank held and of those in the sums."""
+    def _record(self, tables: Sequence[TableGradient], schemes: Sequence[Point], sent: int) -> None:
+        """Count a sum. Bytes are shared in proportion to the rows that this rank held and those in the sums."""
         rank, world_size = self._exchange.rank, self._exchange.world_size
         counts = [self._sum.counts[table.name] for table in tables]
         row_bytes = [table.layout.width * table.gradient.element_size() for table in tables]
@@ -207,32 +218,45 @@ class CollectiveTables:
             (scheme, table.layout.num_rows, table.layout.width, table.gradient.dtype, table.gradient.is_sparse)
             for table, scheme in zip(tables, schemes, strict=True)
         ]
-        for place, (table, each) in enumerate(zip(tables, share(sent, weights), strict=True)):
-            one, rows = counts[place], max(1, table.layout.num_rows)
-            record = self._account.records.setdefault(table.name, ParameterRecord(table.name))
+        for index, (table, each) in enumerate(zip(tables, share(sent, weights), strict=True)):
+            one, rows = counts[index], max(1, table.layout.num_rows)
             is_sparse = table.gradient.is_sparse
-            record.kind = "sparse gradient" if is_sparse else "dense gradient, rows scanned"
-            record.scheme, record.formats, record.fused = name_of(schemes[place]), COLLECTIVE, len(tables)
-            record.density, record.density_after = one.held[rank] / rows, one.union / rows
-            part = weights[place] / sum(weights) if any(weights) else 1 / len(tables)
-            stock = ring_all_reduce_bytes(table.layout.num_rows * row_bytes[place], world_size)
+            kind = "sparse gradient" if is_sparse else "dense gradient, rows scanned"
+            densities, by = (one.held[rank] / rows, one.union / rows), name_of(schemes[index])
+            record = self._account.records.book(table.name, kind, by, COLLECTIVE, *densities, len(tables))
+            part = weights[index] / sum(weights) if any(weights) else 1 / len(tables)
+            stock = ring_all_reduce_bytes(table.layout.num_rows * row_bytes[index], world_size)
             if is_sparse:
-                stock = sparse_all_reduce_bytes(one.held, rank, row_bytes[place])
+                stock = sparse_all_reduce_bytes(one.held, rank, row_bytes[index])
             record.add(each, partial(_predicted, part, kinds, counts, rank), stock)
             self._account.unions[table.name] = one.union
+
+
+def measured(process_group: dist.ProcessGroup, lane: Lane, device: torch.device) -> tuple[Machine, ...]:
+    """Return the links of a model's own group, see `measure_collectives`; the lane counts the bytes of that."""
+    exchange = Collectives(process_group, lane.setup)
+    exchange.hosts = lane.exchange.hosts
+    return measure_collectives(exchange, device)
 
 
 def _predicted(part: float, kinds: Sequence[Any], counts: Sequence[Counts], rank: int) -> float:
     """Return the predicted bytes of one of the tables of a sum, if each rank deals its rows to owners evenly."""
     world_size = len(counts[0].held)
     plans, pushed, unions = [], [], []
-    for places in stacks((scheme, *rest) for scheme, _, *rest in kinds):
-        scheme, _, width, dtype, _ = kinds[places[0]]
-        num_rows = stack_starts([kinds[place][1] for place in places])[-1]
-        plans.append(plan(scheme, num_rows, width, dtype, world_size))
-        held = [sum(of_rank) for of_rank in zip(*(counts[place].held for place in places), strict=True)]
-        pushed.append([share(rows, [1] * world_size) if scheme.is_parallel else [rows] for rows in held])
-        unions.append(share(sum(counts[place].union for place in places), [1] * world_size))
+    for indices in stacks((scheme, *rest) for scheme, _, *rest in kinds):
+        scheme, _, width, dtype, _ = kinds[indices[0]]
+        num_rows = stack_starts([kinds[index][1] for index in indices])[-1]
+        level = plan(scheme, num_rows, width, dtype, world_size)
+        held = [sum(of_rank) for of_rank in zip(*(counts[index].held for index in indices), strict=True)]
+        union = sum(counts[index].union for index in indices)
+        for is_last in (True,) if not level.groups else (False, True):
+            ranks = level.ranks(rank, world_size)
+            plans.append(level)
+            pushed.append([[rows] if level.partition is None else share(rows, [1] * len(ranks)) for rows in held])
+            unions.append(share(union, [1] * len(ranks)))
+            if not is_last:
+                level, union = level.between(ranks.index(rank)), unions[-1][ranks.index(rank)]
+                held = [sum(of_rank) for of_rank in zip(*(counts[index].shares for index in indices), strict=True)]
     return part * sent_bytes(plans, pushed, unions, rank, len(kinds))
 
 
@@ -240,7 +264,7 @@ class _Stopwatch:
     """The time of the work of a stream: that of the current one, from here until `stop`. Nothing waits for it."""
 
     def __init__(self, device: torch.device) -> None:
-        self._is_cuda = device.type == "cuda"
+        self._device = device if device.type == "cuda" else None
         self._began = self._ended = self._now()
 
     def stop(self) -> None:
@@ -248,13 +272,13 @@ class _Stopwatch:
 
     def nanoseconds(self) -> int:
         """Return the time, or 0 if the work is not known to be done."""
-        if not self._is_cuda:
+        if self._device is None:
             return self._ended - self._began
         return int(1e6 * self._began.elapsed_time(self._ended)) if self._ended.query() else 0
 
     def _now(self) -> Any:
-        if not self._is_cuda:
+        if self._device is None:
             return time.perf_counter_ns()
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(torch.cuda.current_stream(self._device))  # the current device may be another one
         return event

@@ -4,28 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from thinwire.comm.channel import Channel, Subject, opening_bytes
+from thinwire.comm.channel import Channel, Draft, Subject, opening_bytes
+from thinwire.comm.hosts import Hosts, ranks_of_hosts
 from thinwire.comm.lane import Lane
 from thinwire.comm.process_group import ring_all_reduce_bytes
 from thinwire.compress import state as states
 from thinwire.compress.base import Identity, Parameter, State
 from thinwire.compress.methods.sparsify import Sparsifier
-from thinwire.compress.reduction.all_reduce import AllReduce
-from thinwire.compress.reduction.base import Phase, Reduction, Result, Stopwatch, Task
+from thinwire.compress.reductions.all_reduce import AllReduce
+from thinwire.compress.reductions.base import Phase, Reduction, Result, Stopwatch, Task
 from thinwire.compress.state import outstanding
 from thinwire.compress.wrappers import code_of
-from thinwire.gradients.compression import Compression, GradScaler, Planned, PlannedCompression
-from thinwire.gradients.peers import ChannelPeers
+from thinwire.errors import LostPeerError
+from thinwire.gradients.compression import GradScaler, Planned
 from thinwire.gradients.tables import share
-from thinwire.observe.step import ParameterRecord
-from thinwire.sync.scheme import Scheme
-from thinwire.sync.synchronize import dense_all_reduce
-from thinwire.sync.two_level import TwoLevel
+from thinwire.observe.step import ParameterRecords
+from thinwire.rows.formats import Format, Kind, Message
+from thinwire.rows.sparse import SparseRows
+from thinwire.sums.cost import Demand, expected_bytes
+from thinwire.sums.scheme import Scheme
+from thinwire.sums.synchronize import agree, dense_all_reduce, synchronize
+from thinwire.sums.two_level import TwoLevel
+from thinwire.tune.prices import chosen
+
+T = TypeVar("T")
 
 
 def fused_all_reduce(channel: Channel, tensors: Sequence[Tensor]) -> None:
@@ -84,17 +92,16 @@ class Memories:
 
     def __init__(self, plans: Mapping[str, Planned], rank: int, world_size: int, can_skip: bool) -> None:
         self.dropped = False
-        self.units: dict[str, Planned] = dict(plans)  # units of compression
         self.states: dict[str, State] = {}
         self.rank, self.world_size = rank, world_size
-        self._plans = plans
+        self.plans = plans
         self._can_skip = can_skip
         self._before_step: dict[str, State] = {}
         self._flush_left = 0
         self._renew()
 
     def take(self, name: str) -> State:
-        """Return the state of a unit for this step, to be updated in place."""
+        """Return the state of a parameter for this step, to be updated in place."""
         state = self.states[name]
         if self._can_skip:
             self._before_step.setdefault(name, states.copied(state))
@@ -121,7 +128,7 @@ class Memories:
 
     def release(self, name: str, gradient: Tensor) -> None:
         """After `drop`, add to a gradient its part of the unsent rest of its parameter, before it is summed."""
-        if self._flush_left == 0 or name not in self._plans:
+        if self._flush_left == 0 or name not in self.plans:
             return
         memory = self.outstanding(name)
         if memory is not None:
@@ -131,14 +138,6 @@ class Memories:
     def outstanding(self, name: str) -> Tensor | None:
         """Return the part of a parameter's gradients that this rank has not sent, or None without a memory."""
         return outstanding(self.states[name], self.rank, self.world_size)
-
-    def outcomes(self, name: str, result: Result) -> list[Outcome]:
-        """Return the outcome of each parameter of a unit."""
-        return [(self.units[name], result)]
-
-    def describe(self, plan: Planned) -> str:
-        """Return the method of a parameter as text; states fit only the same method."""
-        return plan.describe()
 
     def state_dict(self) -> dict[str, Any]:
         """Return all memories by parameter name: the tensors themselves, as in other state dicts of torch."""
@@ -156,7 +155,7 @@ class Memories:
         if state["world_size"] != self.world_size:
             raise ValueError(
                 f"the state was saved by {state['world_size']} ranks, and there are {self.world_size} now: collect"
-                " those of all ranks and pass them through thinwire.compress.redistribute(states, world_size)"
+                " the states of all ranks and pass them through thinwire.compress.redistribute(states, world_size)"
             )
         if state["rank"] != self.rank:
             raise ValueError(
@@ -169,27 +168,23 @@ class Memories:
             saved, here = state["methods"].get(name, "not compressed"), methods.get(name, "not compressed")
             if saved != here:
                 raise ValueError(f"parameter {name!r} is {here} here, and was {saved} when the state was saved")
-        self._check_units(state)
+        for name, plan in self.plans.items():
+            entry = state["states"].get(name, {})
+            states.check_fits(entry, self._new_state(plan), f"the state of parameter {name!r}")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state that `check_state` has accepted."""
         self.states = {name: states.copied(entry) for name, entry in state["states"].items()}
         self.dropped, self._flush_left = bool(state["dropped"]), int(state["flush_left"])
 
-    def new_state(self, plan: Planned) -> State:
-        """Return the state before the first step."""
+    def _new_state(self, plan: Planned) -> State:
         return plan.reduction.init(plan.compressor, plan.parameter, self.rank, self.world_size)
 
     def _renew(self) -> None:
-        self.states = {name: self.new_state(plan) for name, plan in self.units.items()}
-
-    def _check_units(self, state: Mapping[str, Any]) -> None:
-        for name, plan in self.units.items():
-            entry = state["states"].get(name, {})
-            states.check_fits(entry, self.new_state(plan), f"the state of parameter {name!r}")
+        self.states = {name: self._new_state(plan) for name, plan in self.plans.items()}
 
     def _methods(self) -> dict[str, str]:
-        return {name: self.describe(plan) for name, plan in self._plans.items()}
+        return {name: plan.describe() for name, plan in self.plans.items()}
 
 
 @dataclass(frozen=True)
@@ -208,9 +203,13 @@ class Statistics:
 
     Args:
         records: rows of the table, by name.
+        stock_bytes: returns what a rank of stock sends for a tensor of so many bytes.
     """
 
-    def __init__(self, records: dict[str, ParameterRecord], world_size: int) -> None:
+    def __init__(
+        self, records: ParameterRecords, world_size: int, stock_bytes: Callable[[int], int] | None = None
+    ) -> None:
+        self._stock_bytes = stock_bytes or partial(ring_all_reduce_bytes, world_size=world_size)
         self.stopwatch = Stopwatch()
         self.nonfinite_steps = 0
         self.bytes_sent = 0
@@ -237,21 +236,20 @@ class Statistics:
 
     def book_exact(self, account: str, dense_bytes: int, sent_bytes: int) -> None:
         """Count bytes of gradients that were summed exactly, next to compressed ones."""
-        record = self.records.setdefault(account, ParameterRecord(account, "all-reduce", "dense", "dense"))
+        record = self.records.get(account) or self.records.book(account, "all-reduce", "dense", "dense")
         record.add(sent_bytes, dense_bytes, dense_bytes)
 
     def book(self, outcomes: Sequence[Outcome], booking: Booking) -> None:
         """Count bytes for each parameter of a job, shared out by the size of their payloads."""
         weights = [result.payload_bytes for _, result in outcomes]
         sent = share(booking.sent_bytes, weights)
-        for place, (plan, result) in enumerate(outcomes):
+        for index, (plan, result) in enumerate(outcomes):
             parameter = plan.parameter
-            record = self.records.setdefault(parameter.name, ParameterRecord(parameter.name, KIND))
-            record.scheme, record.formats, record.fused = plan.reduction.name, plan.compressor.name, len(outcomes)
-            record.density = result.density
-            part = weights[place] / sum(weights) if any(weights) else 1 / len(outcomes)
-            dense = ring_all_reduce_bytes(parameter.numel * parameter.dtype.itemsize, self.world_size)
-            record.add(sent[place], booking.predicted_bytes * part, dense)
+            by, code = plan.reduction.name, plan.compressor.name
+            record = self.records.book(parameter.name, KIND, by, code, result.density, fused=len(outcomes))
+            part = weights[index] / sum(weights) if any(weights) else 1 / len(outcomes)
+            dense = self._stock_bytes(parameter.numel * parameter.dtype.itemsize)
+            record.add(sent[index], booking.predicted_bytes * part, dense)
 
     def count_missing(self, outcomes: Sequence[Outcome]) -> None:
         """Count tensors of which a sparsifier selected no element."""
@@ -261,13 +259,101 @@ class Statistics:
             self._num_missing += is_sparse and plan.parameter.numel > 0 and result.density == 0.0
 
 
+@dataclass(frozen=True, eq=False)
+class ArrivedMessage:
+    """A message of a channel, see `thinwire.compress.reductions.base.Arrived`."""
+
+    channel: Channel
+    message: Message
+
+    def read(self, parse: Callable[[Tensor], T]) -> T:
+        with self.channel.reading(self.message):
+            return parse(self.message.payload)
+
+
+class ChannelPeers:
+    """An implementation of `thinwire.compress.reductions.base.Peers` over an open channel.
+
+    Args:
+        channel: the channel of this job.
+        next_channel: opens another channel, for a scheme.
+        scheme: the scheme of `sparse_sum`; None if nothing is summed that way.
+    """
+
+    def __init__(self, channel: Channel, next_channel: Callable[[Subject], Channel], scheme: object = None) -> None:
+        self._channel = channel
+        self.rank, self.world_size = channel.rank, channel.world_size
+        self._next_channel = next_channel
+        self._scheme = scheme
+        self.expected_scheme_bytes = 0.0
+        """Bytes that schemes would have sent for the same rows with perfectly even ownership."""
+
+    @property
+    def hosts(self) -> Hosts:
+        return ranks_of_hosts(self._channel.exchange.hosts)
+
+    def among(self, ranks: Sequence[int]) -> ChannelPeers:
+        return ChannelPeers(self._channel.among(ranks), self._next_channel)
+
+    def attempt(self, prepare: Callable[[], T]) -> T:
+        """Return the result of ``prepare``. If it raises, hang up: peers wait in an all-reduce, which must fail.
+
+        Raises:
+            LostPeerError: ``prepare`` failed; the lane hangs up at this error.
+        """
+        try:
+            return prepare()
+        except Exception as error:
+            raise LostPeerError(
+                f"{self._channel.where()}: compressing failed, and this rank leaves its peers in"
+                f" the middle of an all-reduce: {type(error).__name__}: {error}"
+            ) from error
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        self._channel.all_reduce(tensor)
+
+    def all_gather(self, prepare: Callable[[], Tensor], max_bytes: int) -> Sequence[ArrivedMessage]:
+        def drafts() -> list[Draft]:
+            return [_draft(prepare())] * self.world_size
+
+        return self._arrived(self._channel.swap(Kind.GATHER, drafts, max_bytes))
+
+    def all_to_all(self, prepare: Callable[[], Sequence[Tensor]], max_bytes: int) -> Sequence[ArrivedMessage]:
+        return self._arrived(self._channel.swap(Kind.PUSH, lambda: list(map(_draft, prepare())), max_bytes))
+
+    def sparse_sum(
+        self, prepare: Callable[[], tuple[Tensor, Tensor]], numel: int, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        assert isinstance(self._scheme, (Scheme, TwoLevel))
+        subject = self._channel.subject
+        channel = self._next_channel(Subject(f"{subject.name}, as rows", f"{subject.description}\n{numel} elements"))
+
+        def rows() -> SparseRows:
+            ids, values = prepare()
+            return SparseRows.trusted(ids, values.view(-1, 1), numel)
+
+        held, scheme = agree(rows, self._scheme, channel, chosen)
+        total = synchronize(held, scheme, channel, scale)
+        mean, itemsize = sum(channel.held) / self.world_size, held.values.element_size()
+        demand = Demand(self.world_size, numel, 1, itemsize, mean, total.ids.numel())
+        self.expected_scheme_bytes += expected_bytes(scheme, demand)
+        return total.ids, total.values.view(-1)
+
+    def _arrived(self, messages: Sequence[Message]) -> list[ArrivedMessage]:
+        return [ArrivedMessage(self._channel, message) for message in messages]
+
+
+def _draft(payload: Tensor) -> Draft:
+    """Wrap a payload in a draft. Its format is unused: the agreed compressors give bytes their meaning."""
+    return Draft(Format.COO, 0, payload)
+
+
 class Averaging:
     """The averaging of gradients, job by job.
 
     Args:
-        memories: states of the units that are averaged, with the reduction of each.
+        memories: states of the compressed parameters, with the reduction of each.
         statistics: counts what was sent.
-        scheme: the scheme that sums sparse payloads, or None.
         scaler: the scaler whose scale gradients carry, or None.
     """
 
@@ -275,11 +361,10 @@ class Averaging:
         self,
         memories: Memories,
         statistics: Statistics,
-        scheme: Scheme | TwoLevel | None,
         scaler: GradScaler | None,
     ) -> None:
         self._memories, self._statistics, self._stopwatch = memories, statistics, statistics.stopwatch
-        self._scheme, self._scaler = scheme, scaler
+        self._scaler = scaler
 
     def run(
         self, lane: Lane, gradients: NamedGradients, others: Sequence[Tensor], account: str, coded: Coded | None = None
@@ -287,7 +372,7 @@ class Averaging:
         """Replace gradients by their means, see `CompressedSync.synchronize`; return whether all were finite.
 
         Args:
-            gradients: gradients by the name of their unit.
+            gradients: gradients by name.
         """
         channel = lane.channel(self._subject(gradients, others))
         traffic = lane.exchange.traffic
@@ -307,11 +392,11 @@ class Averaging:
         return finite
 
     def _reduction(self, name: str) -> Reduction:
-        return self._memories.units[name].reduction
+        return self._memories.plans[name].reduction
 
     def _subject(self, gradients: NamedGradients, others: Sequence[Tensor]) -> Subject:
         lines = [
-            f"parameter {name!r}: {gradient.dtype} {list(gradient.shape)}, {self._memories.units[name].describe()}"
+            f"parameter {name!r}: {gradient.dtype} {list(gradient.shape)}, {self._memories.plans[name].describe()}"
             for name, gradient in gradients
         ]
         lines += [f"others: {other.dtype} {list(other.shape)}" for other in others]
@@ -343,10 +428,10 @@ class Averaging:
         by_reduction: dict[Reduction, list[tuple[str, Tensor]]] = {}
         for name, gradient in gradients:
             by_reduction.setdefault(self._reduction(name), []).append((name, gradient))
-        for reduction, chosen in by_reduction.items():
+        for reduction, named in by_reduction.items():
             joining, riders = (riders, []) if isinstance(reduction, AllReduce) else ([], riders)
-            results, booking = self._reduce(lane, channel, reduction, chosen, joining)
-            outcomes = self._outcomes(chosen, results)
+            results, booking = self._reduce(lane, channel, reduction, named, joining)
+            outcomes = self._outcomes(named, results)
             self._statistics.count_missing(outcomes)
             self._statistics.book(outcomes, opening + booking)
             opening = Booking()
@@ -354,12 +439,12 @@ class Averaging:
     def _reduce(
         self, lane: Lane, channel: Channel, reduction: Reduction, gradients: NamedGradients, riders: NamedGradients
     ) -> tuple[list[Result], Booking]:
-        """Average by one reduction, in place; return the results, and the bytes without those of riders."""
+        """Average by one reduction, in place; return the results, and the bytes without the riders."""
         scale = 1.0 if self._scaler is None else self._scaler.get_scale()
         with self._stopwatch.phase(Phase.COMPRESS):
             tasks = [self._task(name, gradient, scale) for name, gradient in gradients]
         tasks += [exact_task(name, rider) for name, rider in riders]
-        peers = ChannelPeers(channel, lane.channel, self._scheme)
+        peers = ChannelPeers(channel, lane.channel, reduction.scheme)
         before = channel.exchange.traffic.sent_bytes
         results = reduction.run(tasks, peers, self._stopwatch)
         sent = channel.exchange.traffic.sent_bytes - before
@@ -376,7 +461,7 @@ class Averaging:
         return means, Booking(predicted - dense, sent - dense)
 
     def _book_riders(self, riders: NamedGradients) -> int:
-        """Count the bytes of riders as those of a ring of their own."""
+        """Count the bytes of riders as if they had a ring of their own."""
         if not riders:
             return 0
         dense = self._statistics.ring_bytes(rider for _, rider in riders)
@@ -384,7 +469,7 @@ class Averaging:
         return dense
 
     def _task(self, name: str, gradient: Tensor, scale: float) -> Task:
-        plan, state = self._memories.units[name], self._memories.take(name)
+        plan, state = self._memories.plans[name], self._memories.take(name)
         working = gradient.detach().to("cpu", plan.parameter.working_dtype).contiguous()
         if scale != 1.0:
             working = working / scale
@@ -392,7 +477,7 @@ class Averaging:
 
     def _outcomes(self, gradients: NamedGradients, results: Sequence[Result]) -> list[Outcome]:
         pairs = zip(gradients, results, strict=True)
-        return [outcome for (name, _), result in pairs for outcome in self._memories.outcomes(name, result)]
+        return [(self._memories.plans[name], result) for (name, _), result in pairs]
 
 
 class CompressedSync:
@@ -403,30 +488,29 @@ class CompressedSync:
 
     Args:
         plans: methods of the compressed parameters, by name.
-        compression: the request from which they follow.
         lane: the lane, for its rank and world_size.
         records: rows of the table, by name.
-        can_skip: whether `finish_step` may be told to forget a step; with a scaler it may in any case.
+        scaler: the scaler whose scale gradients carry, or None.
+        can_skip: whether `finish_step` may have to forget a step; with a scaler it may in any case.
         statistics: counts that go on; None for new ones.
     """
 
     def __init__(
         self,
         plans: Mapping[str, Planned],
-        compression: Compression | PlannedCompression,
         lane: Lane,
-        records: dict[str, ParameterRecord],
+        records: ParameterRecords,
+        scaler: GradScaler | None = None,
         can_skip: bool = False,
         statistics: Statistics | None = None,
     ) -> None:
-        scaler = compression.grad_scaler
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        self._can_skip = can_skip or self._scaler is not None
         self.plans = dict(plans)
         self.paused = False
-        self.memories = self._remembered(lane)
+        can_skip = can_skip or self._scaler is not None
+        self.memories = Memories(self.plans, lane.rank, lane.world_size, can_skip)
         self.statistics = statistics or Statistics(records, lane.world_size)
-        self.averaging = Averaging(self.memories, self.statistics, compression.scheme, self._scaler)
+        self.averaging = Averaging(self.memories, self.statistics, self._scaler)
         self._is_finite = True
 
     @property
@@ -435,8 +519,7 @@ class CompressedSync:
 
     def describe(self) -> list[str]:
         """Return lines on which all ranks must agree."""
-        methods = {name: self.memories.describe(plan) for name, plan in self.plans.items()}
-        lines = [f"parameter {name!r} is compressed: {method}" for name, method in methods.items()]
+        lines = [f"parameter {name!r} is compressed: {plan.describe()}" for name, plan in self.plans.items()]
         return [*lines, f"gradients carry a loss scale: {self._scaler is not None}"]
 
     def takes(self, name: str) -> bool:
@@ -448,13 +531,13 @@ class CompressedSync:
     ) -> None:
         """Replace gradients by their means, in place: ``gradients`` with compression, ``others`` exactly.
 
-        If those of any rank are not finite, all ranks get NaN in place of the compressed ones and no state changes.
+        If gradients of any rank are not finite, all ranks get NaN instead of the compressed ones and no state changes.
 
         Args:
             gradients: gradients by name.
             others: dense and contiguous gradients.
             account: name of the row of the others.
-            coded: averages those of the others that travel losslessly coded, and returns the rest.
+            coded: averages the others that travel losslessly coded, and returns the rest.
         """
         traffic = lane.exchange.traffic
         before = traffic.sent_bytes
@@ -474,6 +557,3 @@ class CompressedSync:
     def stats(self) -> dict[str, float]:
         """Return the ``compress/`` entries of `Synchronizer.stats`."""
         return self.statistics.numbers(len(self.plans))
-
-    def _remembered(self, lane: Lane) -> Memories:
-        return Memories(self.plans, lane.rank, lane.world_size, self._can_skip)

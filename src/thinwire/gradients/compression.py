@@ -1,21 +1,20 @@
-"""The request to `thinwire.attach` to compress, and the method of each parameter that follows from it."""
+"""The compressor and the reduction of each parameter, and the loss scale around them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from thinwire.compress.assign import Compress, assign
-from thinwire.compress.base import Compressor, Parameter, check_parameter
-from thinwire.compress.memory import with_memory
-from thinwire.compress.reduction.base import Reduction
-from thinwire.compress.reduction.choose import AUTO, REDUCTIONS, reduction_for
+from thinwire.compress.assign import Dense, assign
+from thinwire.compress.base import Compressor, Exchanged, Parameter
+from thinwire.compress.reductions.base import Reduction
+from thinwire.compress.reductions.by_scheme import ByScheme
+from thinwire.compress.reductions.choose import AUTO, REDUCTIONS, reduction_for
 from thinwire.errors import unknown
-from thinwire.plan.plan import Group, Plan
-from thinwire.sync.named import NAMED, name_of, resolve
-from thinwire.sync.scheme import Scheme
-from thinwire.sync.two_level import TWO_LEVEL_PREFIX, TwoLevel
+from thinwire.gradients.sharded.tables import RowShards
+from thinwire.sums.named import NAMED, name_of, resolve
+from thinwire.sums.two_level import TWO_LEVEL_PREFIX
 
 
 class GradScaler(Protocol):
@@ -32,6 +31,43 @@ def check_scaler(scaler: object) -> None:
 
 
 @dataclass(frozen=True)
+class Methods:
+    """How the dense gradients of a model travel: what ``dense=`` of `thinwire.attach` comes to.
+
+    Args:
+        exact: how each gradient that is not compressed is summed, by name: "native", "lossless" or "auto".
+        compressed: the method of each compressed gradient, by name.
+        tables: tables that stay in FSDP's shards, of which only rows travel.
+    """
+
+    exact: Mapping[str, str] = field(default_factory=dict)
+    compressed: Mapping[str, Planned] = field(default_factory=dict)
+    tables: RowShards | None = None
+
+    @classmethod
+    def of(cls, dense: Dense, parameters: Sequence[Parameter], others: Sequence[Parameter], world_size: int) -> Methods:
+        """Return the methods of a model's parameters, see `thinwire.compress.assign.assign`."""
+        methods = assign(dense, parameters, others)
+        return cls(exact_of(methods), planned(methods, parameters, world_size))
+
+    def has(self, how: str) -> bool:
+        """Return whether any gradient is summed in this way."""
+        return how in self.exact.values()
+
+    def describe(self) -> str:
+        """Return the exact sums, on which all ranks must agree, as text."""
+        names: dict[str, list[str]] = {}
+        for name, how in sorted(self.exact.items()):
+            names.setdefault(how, []).append(name)
+        return f"dense={next(iter(names))}" if len(names) == 1 else f"dense={names}"
+
+
+def exact_of(methods: Mapping[str, str | Exchanged]) -> dict[str, str]:
+    """Return the methods that are exact sums."""
+    return {name: method for name, method in methods.items() if isinstance(method, str)}
+
+
+@dataclass(frozen=True)
 class Planned:
     """The compressor and reduction of one parameter; the same on all ranks."""
 
@@ -43,95 +79,32 @@ class Planned:
         return f"{self.compressor.name} by {self.reduction.name}"
 
 
-@dataclass(frozen=True)
-class Compression:
-    """The request to `thinwire.attach` to compress gradients.
+def planned(
+    methods: Mapping[str, str | Exchanged], parameters: Sequence[Parameter], world_size: int
+) -> dict[str, Planned]:
+    """Return the compressor and reduction of each compressed parameter, by name.
 
     Args:
-        compress: see `thinwire.compress.assign.assign`.
-        reduction: "auto", a name of `REDUCTIONS`, or a scheme of `thinwire.schemes` or its name.
-        grad_scaler: the scaler whose scale gradients carry; memories are kept without the scale.
-        ahead: whether each parameter is compressed by itself, before payloads travel together; if not, gradients that
-            travel together are compressed as one flat tensor.
+        methods: result of `thinwire.compress.assign.assign`.
 
     Raises:
-        ValueError: an unknown reduction; users write it as ``exchange=``.
+        ValueError: an unknown exchange, or one that the compressor does not allow.
     """
-
-    compress: Compress
-    reduction: str | Scheme | TwoLevel = AUTO
-    grad_scaler: GradScaler | None = None
-    ahead: bool = True
-
-    def __post_init__(self) -> None:
-        if self.reduction in (AUTO, *REDUCTIONS):
-            return
-        if isinstance(self.reduction, str) and self.reduction.removeprefix(TWO_LEVEL_PREFIX) not in NAMED:
-            raise unknown("exchange", self.reduction, (AUTO, *REDUCTIONS, *NAMED))
-        resolve(self.reduction)
-
-    @property
-    def scheme(self) -> Scheme | TwoLevel | None:
-        """The scheme that sums sparse payloads, or None."""
-        return None if self.reduction in (AUTO, *REDUCTIONS) else resolve(self.reduction)
-
-    def plans(self, parameters: Sequence[Parameter], world_size: int) -> dict[str, Planned]:
-        """Return the method of each compressed parameter, by name.
-
-        Raises:
-            ValueError: see `thinwire.compress.assign.assign` and `reduction_for`.
-        """
-        name = self.reduction if isinstance(self.reduction, str) else name_of(self.reduction)
-        compressors = assign(self.compress, parameters)
-        return {
-            parameter.name: Planned(
-                parameter,
-                compressors[parameter.name],
-                reduction_for(name, compressors[parameter.name], parameter, world_size),
-            )
-            for parameter in parameters
-            if parameter.name in compressors
-        }
+    plans = {}
+    for parameter in parameters:
+        method = methods[parameter.name]
+        if isinstance(method, Exchanged):
+            reduction = reduction_for(_exchange(method.exchange), method.compressor, parameter, world_size)
+            plans[parameter.name] = Planned(parameter, method.compressor, reduction)
+    return plans
 
 
-@dataclass(frozen=True)
-class PlannedCompression:
-    """The compression of a plan, with the interface of `Compression`."""
-
-    plan: Plan
-    grad_scaler: GradScaler | None = None
-
-    @property
-    def scheme(self) -> Scheme | TwoLevel | None:
-        """None: plans have no schemes, whose bytes depend on the elements that ranks select."""
-        return None
-
-    @property
-    def ahead(self) -> bool:
-        return self.plan.ahead
-
-    def plans(self, parameters: Sequence[Parameter], world_size: int) -> dict[str, Planned]:
-        """Return the method of each compressed parameter, by name.
-
-        Raises:
-            ValueError: a compressor that refuses a parameter, or cannot be averaged as the plan says.
-        """
-        by_name = {parameter.name: parameter for parameter in parameters}
-        alone = self.plan.compressors(parameters)
-        found: dict[str, Planned] = {}
-        for group in self.plan.groups:
-            together = self._together(group, by_name)
-            for name in group.parameters:
-                compressor = alone.get(name) if self.ahead else group.make_compressor()
-                if compressor is not None:
-                    parameter, remembering = by_name[name], with_memory(compressor)
-                    check_parameter(compressor, parameter)
-                    shape = parameter if self.ahead else together
-                    reduction = reduction_for(group.exchange, remembering, shape, world_size)
-                    found[name] = Planned(parameter, remembering, reduction)
-        return {parameter.name: found[parameter.name] for parameter in parameters if parameter.name in found}
-
-    @staticmethod
-    def _together(group: Group, parameters: Mapping[str, Parameter]) -> Parameter:
-        members = [parameters[name] for name in group.parameters]
-        return Parameter(members[0].name, (sum(member.numel for member in members),), members[0].dtype)
+def _exchange(exchange: object) -> str | Reduction:
+    """Return a name of `REDUCTIONS`, "auto", or the sum by a scheme."""
+    if exchange in (AUTO, *REDUCTIONS):
+        return str(exchange)
+    if isinstance(exchange, str) and exchange.removeprefix(TWO_LEVEL_PREFIX) not in NAMED:
+        raise unknown("exchange", exchange, (AUTO, *REDUCTIONS, *NAMED))
+    scheme = resolve(exchange)  # type: ignore[arg-type]  # which refuses what is no scheme
+    assert scheme is not None
+    return ByScheme(exchange if isinstance(exchange, str) else name_of(scheme), scheme)

@@ -1,9 +1,9 @@
 """Gradients of a DistributedDataParallel model: its communication hook, its buckets, and models left to stock DDP.
 
 DDP takes one hook per model for life, so the hook has a target that can change. Buckets are fixed when DDP is built, so
-those of a plan are compared with them. A model whose gradients are best sent as stock DDP sends them gets no hook, and
-is only watched: a hook in Python costs, even if it does no more than DDP does. 20 buckets of 256 kB on two ranks of one
-machine cost 7.7 ms by torch's own `allreduce_hook`, and 5.8 ms without one.
+the groups of a plan are compared with them. A model whose gradients are best sent as stock DDP sends them gets no hook,
+and is only watched: a hook in Python costs, even if it does no more than DDP does. 20 buckets of 256 kB on two ranks of
+one machine cost 7.7 ms by torch's own `allreduce_hook`, and 5.8 ms without one.
 """
 
 import inspect
@@ -12,27 +12,27 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from copy import copy
-from functools import partial
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd import Variable
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
+from thinwire.comm.c10d import never_compiled
 from thinwire.comm.lane import Lane
 from thinwire.errors import ThinwireError
+from thinwire.gradients import torch_internals as internals
 from thinwire.gradients.buckets import Buckets, Pending
 from thinwire.gradients.exact import NativeAllReduce
-from thinwire.gradients.lossless import GradientSampler
-from thinwire.gradients.model import synchronized_parameters
-from thinwire.gradients.tables import weakly
+from thinwire.gradients.module import synchronized_parameters
+from thinwire.gradients.tables import sparse_tables_of, weak
 
 Groups = tuple[tuple[str, ...], ...]
 
@@ -70,7 +70,7 @@ def expected_buckets(model: DistributedDataParallel, groups: Groups) -> Groups:
     if not tensors:
         return ()
     indices, _ = dist._compute_bucket_assignment_by_size(tensors, _caps_bytes(model), [False] * len(tensors))
-    return tuple(tuple(names[place] for place in bucket) for bucket in indices)
+    return tuple(tuple(names[index] for index in bucket) for bucket in indices)
 
 
 def _caps_bytes(model: DistributedDataParallel) -> list[int]:
@@ -105,6 +105,10 @@ _TAKEN = (
     "this DDP model has a communication hook already, and DDP takes only one: leave out register_comm_hook or"
     " thinwire.attach"
 )
+_TAKEN_BY_TORCH = (
+    "DDP(mixed_precision=...) has a communication hook of torch's own, which casts gradients back, and DDP takes only"
+    " one: leave it out and train under torch autocast, whose gradients dense='lossless' sends in fewer bytes"
+)
 
 
 class _Dispatcher:
@@ -124,7 +128,7 @@ class _Dispatcher:
     def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
         return copy, (allreduce_hook,)
 
-    @torch.compiler.disable  # a compiled train step would compile what its backward calls, and fail here
+    @never_compiled
     def __call__(self, state: object, bucket: dist.GradBucket) -> Future[Tensor]:
         del state
         if not isinstance(bucket, dist.GradBucket):
@@ -155,7 +159,7 @@ def install(ddp: DistributedDataParallel, target: OnBucket) -> None:
         try:
             ddp.register_comm_hook(None, dispatcher)
         except RuntimeError as error:
-            raise ValueError(f"{_TAKEN} ({str(error).splitlines()[0]})") from error
+            raise ValueError(f"{_taken(ddp)} ({str(error).splitlines()[0]})") from error
         _dispatchers[ddp] = dispatcher
     if _dispatchers[ddp].target is not None:
         raise ValueError("thinwire is attached to this model already: call detach() on its Synchronizer first")
@@ -164,8 +168,12 @@ def install(ddp: DistributedDataParallel, target: OnBucket) -> None:
 
 def check_free(ddp: DistributedDataParallel) -> None:
     """Raise ValueError if another communication hook is registered, without registering one."""
-    if ddp not in _dispatchers and ddp._comm_hooks:
-        raise ValueError(_TAKEN)
+    if ddp not in _dispatchers and internals.comm_hooks(ddp):
+        raise ValueError(_taken(ddp))
+
+
+def _taken(ddp: DistributedDataParallel) -> str:
+    return _TAKEN if ddp.mixed_precision is None else _TAKEN_BY_TORCH
 
 
 def uninstall(ddp: DistributedDataParallel) -> None:
@@ -173,13 +181,25 @@ def uninstall(ddp: DistributedDataParallel) -> None:
     _dispatchers[ddp].target = None
 
 
-def is_attached(ddp: DistributedDataParallel) -> bool:
-    """Return whether a target is installed."""
-    return ddp in _dispatchers and _dispatchers[ddp].target is not None
+def renew(ddp: DistributedDataParallel) -> bool:
+    """Give ``ddp`` a reducer that has never had a hook, between two backward passes; return whether that was possible.
+
+    DDP does the same when it is read from a file. It is left out where parts of the old one live on: gradients in its
+    buckets, the order of a static graph, or hooks of torch's own.
+    """
+    if ddp not in _dispatchers:
+        return True
+    is_plain = not (ddp.static_graph or ddp.gradient_as_bucket_view or ddp.mixed_precision)
+    if not is_plain or len(internals.comm_hooks(ddp)) != 1 or internals.delays_all_reduces(ddp):
+        return False
+    del _dispatchers[ddp]
+    internals.renew_reducer(ddp)
+    return True
 
 
 def _stock_sparse(process_group: dist.ProcessGroup, gradient: Tensor) -> Future[Tensor]:
-    work = dist.all_reduce(gradient, group=process_group, async_op=True)
+    total = gradient.detach()  # torch's thread replaces its indices and values, see `NativeAllReduce.start_sparse`
+    work = dist.all_reduce(total, group=process_group, async_op=True)
     assert work is not None
     world_size = process_group.size()
     return work.get_future().then(lambda done: torch.div(done.value()[0], world_size))
@@ -195,7 +215,10 @@ class Plug:
     """Whether a step is a backward through the output of the model, with any passes inside of it; DDP ends each."""
     is_idle = False
     """Whether nothing is synchronized, so that every backward ends a step."""
-    _accumulates = False
+
+    def __init__(self) -> None:
+        self._accumulates = False
+        self.in_flight: list[Pending] = []  # what is waited for when backward has nothing left to compute
 
     @property
     def synchronizes(self) -> bool:
@@ -206,11 +229,22 @@ class Plug:
         """Submit the rest at the end of backward; return when computing ended (`time.perf_counter`)."""
         return time.perf_counter()
 
+    def take_in_flight(self) -> Sequence[Pending]:
+        """Return the work to wait for, of which there is none afterwards."""
+        taken, self.in_flight = self.in_flight, []
+        return taken
+
     def deliver(self) -> None:
         """Store the results of the lane, when all of them are known."""
 
+    def adopt(self, tables: Sequence[nn.Parameter]) -> None:
+        """Let these parameters travel as rows from the next pass on; on all ranks, and between two passes."""
+
     def reset(self) -> None:
         """Forget a backward that was not completed."""
+
+    def before_forward(self) -> None:
+        """Prepare for a forward of the model that a backward follows."""
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -221,16 +255,51 @@ class Plug:
         finally:
             self._accumulates = before
 
+    can_hold = True
+    """Whether gradients may stay here for a while, and be sent by `send`."""
+
+    def hold(self) -> AbstractContextManager[None]:
+        """Return a context like `no_sync`, for passes inside of another, at whose end `send` follows."""
+        return self.no_sync()
+
+    def send(self) -> None:
+        """Send what the gradients are now, in a backward pass without any other work."""
+        self._pass_without_work().backward()
+
+    def _pass_without_work(self, *reached: nn.Parameter) -> Tensor:
+        """Return the output of a graph whose backward calls `_send`, and the hooks of DDP on these parameters."""
+        with torch.enable_grad():
+            return _Nothing.apply(self._send, torch.zeros((), requires_grad=True), *reached)  # type: ignore[no-any-return]
+
+    def _send(self) -> None:
+        """Send gradients, inside of the pass of `send`, if no hook of a parameter does."""
+
     def remove(self) -> None:
         """Remove all hooks from the model."""
+
+
+class _Nothing(torch.autograd.Function):
+    """A function whose backward calls another one, and reaches parameters without a gradient for them."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Callable[[], object], one: Tensor, *reached: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.call, ctx.count = call, len(reached)
+        return one.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:  # type: ignore[override]
+        ctx.call()
+        return (None,) * (2 + ctx.count)
 
 
 class Alone(Plug):
     """The plug of a single rank, which has nothing to synchronize: gradients stay as they are; steps are counted."""
 
     begins_at_output = is_idle = True
+    can_hold = False
 
     def __init__(self, model: nn.Module) -> None:
+        super().__init__()
         self._ddp = weakref.ref(model) if isinstance(model, DistributedDataParallel) else None
 
     @property
@@ -249,6 +318,7 @@ class _PlugOfDdp(Plug):
     """What plugs of a DDP model share; they do not keep it alive."""
 
     def __init__(self, model: DistributedDataParallel) -> None:
+        super().__init__()
         self._weak_model = weakref.ref(model)
 
     @property
@@ -266,6 +336,36 @@ class _PlugOfDdp(Plug):
         with self._model.no_sync():
             yield
 
+    @property
+    def can_hold(self) -> bool:  # type: ignore[override]
+        """Whether no rank may run out of data, and DDP has not counted how often each gradient comes."""
+        return not (is_joining(self._model) or self._model.static_graph)
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Return a context like `no_sync`, in which each forward gets the buffers of rank 0, as outside of it."""
+        model = self._model
+        handle = model.register_forward_pre_hook(_want_buffers)
+        try:
+            with model.no_sync():
+                yield
+        finally:
+            handle.remove()
+            model.require_forward_param_sync = True
+
+    def send(self) -> None:
+        trained = [parameter for _, parameter in synchronized_parameters(self._model) if parameter.requires_grad]
+        used = [parameter for parameter in trained if parameter.grad is not None]
+        finds_unused = self._model.find_unused_parameters
+        end = self._pass_without_work(*(used or trained[: 1 if finds_unused else None]))  # of a rank without any pass
+        self._model.reducer.prepare_for_forward()
+        self._model.reducer.prepare_for_backward([end] if finds_unused else [])
+        end.backward()
+
+
+def _want_buffers(model: Any, args: object) -> None:
+    model.require_forward_param_sync = True
+
 
 class DdpPlug(_PlugOfDdp):
     """The plug of a DDP model, which stores the means of its buckets itself, and which this object does not keep alive.
@@ -274,18 +374,11 @@ class DdpPlug(_PlugOfDdp):
         model: the model that gets the communication hook.
         buckets: the queue for its buckets.
         begin: called at each bucket; returns whether a backward runs, at whose end `finish` and `deliver` are called.
-        expect: called with the work to wait for then.
     """
 
-    def __init__(
-        self,
-        model: DistributedDataParallel,
-        buckets: Buckets,
-        begin: Callable[[], bool],
-        expect: Callable[[Pending], None],
-    ) -> None:
+    def __init__(self, model: DistributedDataParallel, buckets: Buckets, begin: Callable[[], bool]) -> None:
         super().__init__(model)
-        self._buckets, self._begin, self._expect = buckets, begin, expect
+        self._buckets, self._begin = buckets, begin
         frozen = (parameter for _, parameter in synchronized_parameters(model) if not parameter.requires_grad)
         self._frozen = [weakref.ref(parameter) for parameter in frozen]
         install(model, self._on_bucket)
@@ -319,24 +412,36 @@ class DdpPlug(_PlugOfDdp):
             ThinwireError: join divides by the number of ranks that have data left. It is raised on all ranks, because
                 ranks without data come here too.
         """
-        if is_joining(self._model) and not self._model._divide_by_initial_world_size:
+        if is_joining(self._model) and not internals.divides_by_initial_world_size(self._model):
             raise ThinwireError(
                 "join(divide_by_initial_world_size=False) divides by a number that DDP does not tell its hooks: call"
                 " model.join() without it, or train this model without thinwire"
             )
         pending = self._buckets.add(bucket)
         if self._begin():
-            self._expect(pending)
+            self.in_flight.append(pending)
         return pending if isinstance(pending, Future) else pending.future()
 
 
 def is_joining(model: nn.Module | None) -> bool:
     """Return whether ranks may run out of data before others, under ``model.join()``: no more can be agreed on then."""
-    return bool(getattr(getattr(model, "_join_config", None), "enable", False))
+    return bool(getattr(getattr(model, internals.JOIN_CONFIG, None), "enable", False))
+
+
+def can_move(model: nn.Module) -> bool:
+    """Return whether the all-reduces of a DDP model may go through another group of the same ranks.
+
+    With unused parameters, ``model.join()`` all-reduces a part of them through the group of the model itself.
+    """
+    assert isinstance(model, DistributedDataParallel)
+    return not _stays(model) and internals.can_update_process_group(model)
 
 
 class LeftToDdp(_PlugOfDdp):
     """The plug of a DDP model left to DDP: it detects the end of backward passes, and counts the bytes that DDP sends.
+
+    DDP sends them through the group of ``native``, which hangs up when this rank fails, so that others do not wait.
+    Between two steps it can become one that sees each bucket, and back.
 
     Args:
         model: a model without a communication hook, which gets none.
@@ -361,29 +466,60 @@ class LeftToDdp(_PlugOfDdp):
         super().__init__(model)
         self._native, self._lane, self._begin, self._hooked = native, lane, begin, hooked
         self._seen: DdpPlug | None = None
-        self._samplers: list[RemovableHandle] = []
+        self._is_observed = self._sums_rows = self._is_stale = False
         self._since: float | None = None  # end of computing in the running backward
+        self._use_group()
+        sparse = {id(weight) for weight in sparse_tables_of(model.module)}
         trained = [parameter for _, parameter in synchronized_parameters(model) if parameter.requires_grad]
-        self._num_bytes = sum(parameter.nbytes for parameter in trained)
-        hook = weakly(self._on_gradient)
-        self._handles = [one.register_post_accumulate_grad_hook(hook) for one in _always_used(model, trained)]
+        self._num_bytes = sum(parameter.nbytes for parameter in trained if id(parameter) not in sparse)
+        self._sparse = [weakref.ref(parameter) for parameter in trained if id(parameter) in sparse]
+        self._handles: list[RemovableHandle] = []
+        self._add_hooks()
 
     def observe(self) -> None:
         """Record each bucket from now on. The messages stay the same, so not all ranks have to."""
+        self._is_observed = True
+        self._settle()
+
+    def sum_rows(self, does: bool, for_long: bool) -> None:
+        """See the buckets of the next steps to sum rows, or not any more: ``for_long``, or for a step of a trial."""
+        self._sums_rows = does
+        self._settle()
+        self._is_stale = for_long and self._seen is None
+
+    def before_forward(self) -> None:
+        """Drop the hook, which DDP would call with each bucket for life, if the model is left to DDP for long."""
+        if self._is_stale:
+            self._is_stale = False
+            model = self._model
+            before = model.reducer
+            if renew(model) and model.reducer is not before:
+                self._use_group()
+                model.reducer.prepare_for_forward()  # DDP has done that with the other one
+
+    def _settle(self) -> None:
+        if (self._is_observed or self._sums_rows) == (self._seen is not None):
+            return
         if self._seen is None:
             self._remove_hooks()
             self._seen = self._hooked(self._model)
+        else:
+            self._seen.remove()
+            self._seen = None
+            self._add_hooks()
 
-    def sample(self, sampler: GradientSampler | None) -> None:
-        """Call ``sampler`` with the local gradient of each parameter in each synchronized backward; None ends that."""
-        for handle in self._samplers:
-            handle.remove()
-        self._samplers.clear()
-        for name, parameter in synchronized_parameters(self._model):
-            if sampler is not None and parameter.requires_grad:
-                sampler.expect(name, parameter)
-                hook = partial(self._sampled, sampler, name)
-                self._samplers.append(parameter.register_post_accumulate_grad_hook(hook))
+    def _use_group(self) -> None:
+        """Have DDP send its buckets through the group that hangs up."""
+        if self._native.process_group != self._model.process_group:
+            internals.update_process_group(self._model, self._native.process_group)
+
+    def _add_hooks(self) -> None:
+        trained = [parameter for _, parameter in synchronized_parameters(self._model) if parameter.requires_grad]
+        hook = weak(self._on_gradient)
+        self._handles = [one.register_post_accumulate_grad_hook(hook) for one in _always_used(self._model, trained)]
+
+    def take_in_flight(self) -> Sequence[Pending]:
+        return () if self._seen is None else self._seen.take_in_flight()
 
     def finish(self) -> float:
         if self._seen is not None:
@@ -393,6 +529,8 @@ class LeftToDdp(_PlugOfDdp):
         return self._since
 
     def deliver(self) -> None:
+        if not self._sums_rows:
+            self._native.count_rows([one for weak in self._sparse if (one := weak()) is not None])
         if self._since is not None:
             self._lane.note_busy(self._since, time.perf_counter())
             self._since = None
@@ -402,21 +540,23 @@ class LeftToDdp(_PlugOfDdp):
 
     def remove(self) -> None:
         self._remove_hooks()
-        self.sample(None)
+        if self._native.process_group != self._model.process_group:
+            assert isinstance(self._model.process_group, dist.ProcessGroup)
+            internals.update_process_group(self._model, self._model.process_group)
         if self._seen is not None:
             self._seen.remove()
 
-    def _sampled(self, sampler: GradientSampler, name: str, parameter: Tensor) -> None:
-        if self.synchronizes and parameter.grad is not None:
-            sampler(name, parameter.grad)
+    def _send(self) -> None:
+        if self._seen is None:
+            self._on_gradient()
 
-    def _on_gradient(self, parameter: Tensor) -> None:
+    def _on_gradient(self, parameter: Tensor | None = None) -> None:
         """Queue a callback before DDP's, which waits for its buckets; `begin` queues another behind that."""
         if self._since is None and self.synchronizes:
             self._since = time.perf_counter()
-            Variable._execution_engine.queue_callback(self._computed)
+            internals.at_end_of_backward(self._computed)
 
-    @torch.compiler.disable
+    @never_compiled
     def _computed(self) -> None:
         self._since = time.perf_counter()
         self._begin()

@@ -9,9 +9,8 @@ import logging
 import math
 import os
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass
 from functools import partial
 from typing import Any
 
@@ -20,46 +19,35 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from thinwire.comm.agree import longest_of_all
 from thinwire.comm.channel import Channel, Subject
 from thinwire.comm.hosts import ranks_of_hosts
 from thinwire.comm.lane import Lane
-from thinwire.comm.process_group import lost_peer, ring_all_reduce_bytes, sparse_all_reduce_bytes
-from thinwire.errors import unknown
+from thinwire.comm.process_group import ring_all_reduce_bytes, sparse_all_reduce_bytes
+from thinwire.errors import LostPeerError, unknown
 from thinwire.gradients.tables import TableGradient, TableShape, plan_groups, share, stack, unstack
-from thinwire.kernels import dispatch
-from thinwire.observe.step import JobTimes, ParameterRecord, enabled, show
-from thinwire.sparse import SparseRows
-from thinwire.sync.choose import MIN_BYTES, TORCHS, Demand, Rehearsal, Route, seen_byte_seconds
-from thinwire.sync.cost import expected_bytes
-from thinwire.sync.experience import Experience
-from thinwire.sync.named import AUTO, DENSE, name_of, resolve
-from thinwire.sync.scheme import Scheme, Unit
-from thinwire.sync.synchronize import agree, chosen, dense_all_reduce, placed, sparse_all_reduce, synchronize
-from thinwire.sync.two_level import TwoLevel
+from thinwire.observe.step import JobTimes, ParameterRecords, enabled, show
+from thinwire.rows.sparse import SparseRows
+from thinwire.sums.cost import DENSIFICATION_EXPONENT, Demand, expected_bytes
+from thinwire.sums.named import AUTO, DENSE, name_of, resolve
+from thinwire.sums.scheme import Scheme, Unit
+from thinwire.sums.synchronize import agree, dense_all_reduce, placed, synchronize
+from thinwire.sums.two_level import TwoLevel
+from thinwire.tune.prices import Route, adds_in_rank_order, chosen
+from thinwire.tune.window import Window
 
 DENSE_PAUSE_STEPS = 50
 """Largest number of steps for which a table is all-reduced unread, after steps in which most of its rows were non-zero:
 one step after the first of them, then twice that number each time, because the next batch may differ."""
 LEFT_SECONDS, LEFT_BYTES = 0.002, 512 * 1024
-"""Largest seconds and bytes at which a table is left to stock DDP: a synchronization of a tiny table costs 3 ms of
+"""Largest seconds and bytes at which a dense table goes with its bucket: the sum of a tiny table costs 3 ms of
 processors alone. On few bytes a short probe of the link can be wrong without doing harm."""
-LEFT_ROOM = 2.0
-"""Ratio of rows in the sum, to those of equal cost, at which a sparse table comes back: all ranks know the rows of the
-sum, and not those that the others held."""
 LEFT_STEPS = 1000
-"""Number of steps for which a table is left, before it is examined again."""
-MOST_ALONE = 2
-"""Largest number of small sparse tables of one width that are left one by one: more travel together on the lane. Each
-costs torch three rounds. 8 tables of a DLRM made a step 1.09 to 1.14 times as long as stock DDP's, and together 0.75 to
-0.87 times."""
+"""Number of steps for which it does, before it is examined again."""
 LEFT = "native"
-"""Scheme of a table left to stock DDP, in `Synchronizer.table`."""
-ROUTE_VARIABLE = "THINWIRE_ROUTE"
-ROWS_OF_A_MASK = 1 << 20
-"""Most rows of a table whose touched rows are counted by a mask: its zeros take as long as sorting 1000 ids."""
-MAX_EXPERIENCES = 64
-"""Largest number of groups with an `Experience`; small tables may be grouped differently in every step."""
+"""Scheme of a table that stock DDP sums, in `Synchronizer.table`."""
+ROUTE_VARIABLE, ROWS_AT_ONCE = "THINWIRE_ROUTE", "rows"
+MAX_WINDOWS = 64
+"""Largest number of groups with a `Window`; small tables may be grouped differently in every step."""
 
 Group = Sequence[TableGradient]
 
@@ -73,26 +61,33 @@ class GradientSync:
 
     Small tables are stacked, see `thinwire.gradients.tables`, and a group of tables is one synchronization. With
     "auto", the first step of a group gathers the number of rows of each rank; after each synchronization all ranks
-    know that number and the size of the union, from which `Experience` decides what the next one runs. So all ranks
+    know that number and the size of the union, from which a `Window` decides what the next one runs. So all ranks
     decide the same.
+
+    Args:
+        is_each_priced: whether "auto" asks for the number of rows each time, and chooses by them alone.
     """
 
-    def __init__(self, scheme: str | Scheme | TwoLevel) -> None:
+    def __init__(self, scheme: str | Scheme | TwoLevel, is_each_priced: bool = False) -> None:
         self.scheme = resolve(scheme) or AUTO  # a name would be looked up in every step
-        self.records: dict[str, ParameterRecord] = {}
+        self._is_each_priced = is_each_priced
+        self.in_rank_order = torch.are_deterministic_algorithms_enabled()  # tables under "auto": bits by no clock
+        self.records = ParameterRecords()
         self.choices: dict[str, str] = {}  # under "auto": the scheme of a group's next step, by its parameters
         self.pauses: dict[str, int] = {}  # steps for which a table is all-reduced without looking for zeros
         self.unions: dict[str, int] = {}  # number of rows in the sum of a table's last step
-        self.may_leave = False  # whether tables can be left to the all-reduce beside the lane
+        self.may_leave = False  # whether tables can be left to the all-reduce beside the lane, see `leave_to`
         self.is_own = False  # whether that is by the model's own group, as on NCCL, which sums no sparse tensors
-        self.left: dict[str, int] = {}  # tables that are, and the number of steps left
-        self._left_alone: dict[str, object] = {}  # small sparse ones that no other travelled with, and what is alike
-        self._most_rows: dict[str, float] = {}  # of the sum of such a sparse one, or it comes back to the lane
-        self.rehearsals = 0
-        self.experiences: dict[str, Experience] = {}  # under "auto": measurements of a group
-        self._rehearsed: dict[str, int] = {}  # how often a table was part of a rehearsal
+        self.is_stock = False  # whether stock sums all tables, while their buckets are watched
+        self.left: dict[str, int] = {}  # tables that go with their buckets, and the number of steps left
+        self.windows: dict[str, Window] = {}  # under "auto": the recent batches of a group
+        self.tried: tuple[str, str] | None = None  # the group whose scheme is on trial, and its name
         self._dense_runs: dict[str, int] = {}  # number of consecutive steps in which a table was dense
         self._groups: dict[str, str] = {}  # the group that a table was in last
+
+    def leave_to(self, native: NativeAllReduce, is_on_host: bool) -> None:
+        """Allow tables to be left to an all-reduce beside the lane, before the first step."""
+        self.is_own, self.may_leave = native.is_own, native.is_own or is_on_host
 
     def shape(self, table: TableGradient) -> TableShape:
         """Return the properties of a table that all ranks know; the same on all of them between two steps."""
@@ -113,8 +108,8 @@ class GradientSync:
                 self.unions.pop(table.name, None)  # that was of another sum
             else:
                 sparse.append(table)
-        for places in plan_groups([self.shape(table) for table in sparse]):
-            group = [sparse[place] for place in places]
+        for indices in plan_groups([self.shape(table) for table in sparse]):
+            group = [sparse[index] for index in indices]
             for table, mean in zip(group, self._synchronize(lane, group), strict=True):
                 means[table.name] = mean
         return [means[table.name] for table in tables]
@@ -125,74 +120,72 @@ class GradientSync:
         before = lane.exchange.traffic.sent_bytes
         channel.open()
         dense_all_reduce(gradient, channel, 1.0 / lane.world_size)
-        record = self._entry(account or name)
-        record.kind, record.scheme, record.formats, record.fused = "all-reduce", name_of(DENSE), "dense", 1
-        record.density = record.density_after = 1.0
+        record = self.records.book(account or name, "all-reduce", name_of(DENSE), "dense")
         size_bytes = gradient.numel() * gradient.element_size()
         record.add(
             lane.exchange.traffic.sent_bytes - before,
-            partial(expected_bytes, DENSE, lane.world_size, 1, size_bytes, 1, 1),
+            partial(expected_bytes, DENSE, Demand(lane.world_size, 1, size_bytes, 1, 1, 1)),
             ring_all_reduce_bytes(size_bytes, lane.world_size),
         )
 
-    def leaves(self, name: str) -> bool:
+    def leaves(self, name: str, dense: Tensor | None = None) -> bool:
         """Return whether stock's own all-reduce synchronizes a table in this step, as all ranks decided before.
 
-        Called once a step for each table, in the hook, so that a dense one goes with the rest of its bucket.
+        Called once a step for each table, in the hook, so that a dense one goes with the rest of its bucket. Which
+        ``dense`` ones do decides about bits: under deterministic algorithms only their shape says so.
         """
-        if self.is_own and self.scheme == DENSE:
+        if self.is_stock or (self.is_own and self.scheme == DENSE):
             return True
+        if dense is not None and self.in_rank_order and self.scheme == AUTO and self.may_leave:
+            is_small = 2 * dense.nbytes <= LEFT_BYTES
+            if is_small:
+                self.records.named(name).leave(LEFT)
+            return is_small
         steps = self.left.get(name, 0)
         if steps > 0:
             self.left[name] = steps - 1
-            self._entry(name).leave(LEFT)
+            self.records.named(name).leave(LEFT)
         return steps > 0
 
-    def see_sum(self, name: str, mean: Tensor) -> None:
-        """Note the sum of a table that is left; with too many rows, which all ranks know, it comes back to the lane."""
-        self.unions[name] = rows = mean._nnz()
-        if rows > self._most_rows.get(name, 0):
-            self.left[name] = 0
+    def leave(self, names: Sequence[str], reason: str) -> None:
+        """Note that stock DDP sums these tables from the next step on."""
+        for name in names:
+            entry = self.records.named(name)
+            entry.leave(LEFT)
+            entry.reason = reason
 
-    def book_left(self, name: str, mean: Tensor, held: int, world_size: int) -> int:
-        """Count and return the bytes of torch's sparse all-reduce: all rows of a gradient, once for each other rank.
+    def rivals(self, least_steps: int) -> tuple[str, list[tuple[str, float]]]:
+        """Return the group that costs most, and the names and seconds of its choice and of what may be faster.
 
-        Ranks forward an unknown number of rows of others; over all ranks together the total is exact.
+        Groups of which fewer steps were seen do not count.
         """
-        row_bytes, union = mean._values()[:1].nbytes, mean._nnz()
-        moved = sparse_all_reduce_bytes([held] * world_size, 0, row_bytes)
-        record = self._entry(name)
-        record.kind, record.scheme, record.formats, record.fused = "sparse gradient", LEFT, "coo", 1
-        record.density, record.density_after = (rows / max(1, mean.shape[0]) for rows in (held, union))
-        record.add(moved, moved, moved)
-        return moved
+        offers = {key: one.rivals() for key, one in self.windows.items() if len(one.sizes) >= least_steps}
+        named = {
+            key: [(name_of(one.scheme), one.seconds or 0.0) for one in each] for key, each in offers.items() if each
+        }
+        return max(named.items(), key=lambda pair: pair[1][0][1], default=("", []))
 
     def learned(self) -> dict[str, Any]:
         """Return what the next decisions depend on, besides times, as plain values for `recall`."""
-        windows = {key: [astuple(demand) for demand in one.demands] for key, one in self.experiences.items()}
-        left = {"left": dict(self.left), "most_rows": dict(self._most_rows)}
-        return {"windows": windows, **left, "dense_runs": dict(self._dense_runs)}
+        windows = {key: [astuple(demand) for demand in one.demands] for key, one in self.windows.items()}
+        return {"windows": windows, "left": dict(self.left), "dense_runs": dict(self._dense_runs)}
 
     def recall(self, learned: Mapping[str, Any] | None) -> None:
-        """Restore the result of `learned`, or nothing for None. Times are left out: they may be of another machine."""
-        self.experiences = {}
+        """Restore the result of `learned`, or nothing for None."""
+        self.windows = {}
         self.left = dict(learned["left"]) if learned else {}
-        self._most_rows = dict(learned.get("most_rows", {})) if learned else {}
         self._dense_runs = dict(learned["dense_runs"]) if learned else {}
         for key, window in (learned["windows"] if learned else {}).items():
-            last = self.choices.get(key)
-            self.experiences[key] = Experience()
-            if last is not None:
-                self.experiences[key].recall(resolve(last) or DENSE, [Demand(*numbers) for numbers in window])
+            last = resolve(self.choices.get(key, AUTO)) or DENSE
+            self.windows[key] = Window()
+            if self.in_rank_order and not adds_in_rank_order(last):
+                self.choices.pop(key, None)
+            elif key in self.choices:
+                demands = [Demand(*numbers[:6], in_rank_order=bool(numbers[-1])) for numbers in window]
+                self.windows[key].recall(last, demands)
 
     def finish_step(self) -> None:
-        """Close the statistics of a step, and bring small tables back that can travel together.
-
-        In the first step each comes alone, because it is not known yet which ones are small.
-        """
-        alone, self._left_alone = self._left_alone, {}
-        kinds = Counter(alone.values())
-        self.left.update({name: 0 for name, kind in alone.items() if kinds[kind] > MOST_ALONE})
+        """Close the statistics of a step."""
         for record in self.records.values():
             record.finish_step()
 
@@ -202,15 +195,16 @@ class GradientSync:
             return False
         if self.scheme != AUTO:
             return self.scheme in (DENSE, name_of(DENSE))
-        paused = self.pauses.get(table.name, 0) > 0
+        paused = self.pauses.get(table.name, 0) > 0 and not self.in_rank_order
         if paused:
             self.pauses[table.name] -= 1
         return paused
 
     def _synchronize(self, lane: Lane, group: Group) -> list[Tensor]:
         """Synchronize all tables of a group at once."""
-        learned = self._experience(group) if self.scheme == AUTO and lane.world_size > 1 else None
-        plan = self._plan(group, learned)
+        is_windowed = self.scheme == AUTO and not self._is_each_priced
+        window = self._window(group) if is_windowed else None
+        plan = self._plan(group, window)
         channel = lane.channel(_subject(group, plan))
         before = lane.exchange.traffic.sent_bytes
         held: list[SparseRows] = []
@@ -220,49 +214,47 @@ class GradientSync:
             return stack(held)
 
         def choose(rows: SparseRows, channel: Channel) -> Scheme | TwoLevel:
-            point = None if learned is None else learned.take(sum(channel.held) / channel.world_size)
-            return chosen(rows, channel) if point is None or point.is_dense else placed(point, channel)
+            point = None if window is None else window.choice
+            if point is None or point.is_dense:
+                return chosen(rows, channel, self.in_rank_order)
+            return placed(point, channel)
 
         rows, scheme = agree(prepare, plan, channel, choose)
-        unready_calls = dispatch.unready_calls()
-        started = time.perf_counter()
         scale = 1.0 / lane.world_size
         if scheme.is_dense and len(group) == 1 and not group[0].gradient.is_sparse:
             dense_all_reduce(group[0].gradient, channel, scale)
-            seconds = time.perf_counter() - started
             unions, means = [rows.num_rows], [group[0].gradient]
         else:
-            is_torchs = learned is not None and scheme == TORCHS
-            total = sparse_all_reduce(rows, channel, scale) if is_torchs else synchronize(rows, scheme, channel, scale)
+            total = synchronize(rows, scheme, channel, scale)
             totals = unstack(total, [table.num_rows for table in held])
-            seconds = time.perf_counter() - started
             unions = [total.ids.numel() for total in totals]
             means = [table.store(mine, total) for table, mine, total in zip(group, held, totals, strict=True)]
         self._pause(group, scheme)
         self._record(group, channel, scheme, held, unions, before)
         self._remember(group, unions)
-        if learned is not None:
-            demand = Demand.of(channel.held, rows.num_rows, rows.width, rows.values.element_size(), sum(unions))
-            demand = replace(demand, is_torchs=self._may_be_torchs(group))
-            is_typical = unready_calls == dispatch.unready_calls()
-            self._learn(lane, learned, channel, scheme, demand, seconds if is_typical else None)
-            self._decide_next(group, learned, channel, demand)
+        if window is not None:
+            sizes = rows.num_rows, rows.width, rows.values.element_size(), sum(unions)
+            demand = Demand.of(channel.held, *sizes, self.in_rank_order)
+            window.know(channel.machine(), ranks_of_hosts(channel.exchange.hosts))
+            self._decide_next(group, window, channel, demand)
         return means
 
-    def _plan(self, group: Group, learned: Experience | None) -> str | Scheme | TwoLevel:
+    def _plan(self, group: Group, window: Window | None) -> str | Scheme | TwoLevel:
         """Return the scheme that all ranks run, or "auto" if they gather their numbers of rows first."""
         if self.scheme != AUTO:
             return self.scheme
-        return AUTO if learned is None or learned.is_timed else self.choices.get(_key(group), AUTO)
-
-    def _experience(self, group: Group) -> Experience:
         key = _key(group)
-        if key not in self.experiences:
-            rehearsals = max(self._rehearsed.get(table.name, 0) for table in group)
-            self.experiences[key] = Experience(rehearsals=rehearsals)
-            if len(self.experiences) > MAX_EXPERIENCES:
-                del self.experiences[next(iter(self.experiences))]
-        return self.experiences[key]
+        if window is None or window.choice is None:
+            return AUTO
+        return self.tried[1] if self.tried is not None and self.tried[0] == key else self.choices.get(key, AUTO)
+
+    def _window(self, group: Group) -> Window:
+        key = _key(group)
+        if key not in self.windows:
+            self.windows[key] = Window()
+            if len(self.windows) > MAX_WINDOWS:
+                del self.windows[next(iter(self.windows))]
+        return self.windows[key]
 
     def _pause(self, group: Group, scheme: Scheme | TwoLevel) -> None:
         """Decide whether a dense gradient is scanned in the next steps."""
@@ -285,109 +277,35 @@ class GradientSync:
                 self.choices.pop(last, None)
                 self._groups[table.name] = key
 
-    def _learn(
-        self,
-        lane: Lane,
-        learned: Experience,
-        channel: Channel,
-        scheme: Scheme | TwoLevel,
-        demand: Demand,
-        seconds: float | None,
-    ) -> None:
-        """Learn from a timed step, whose longest seconds are gathered from all ranks; None if they mean nothing."""
-        machine = channel.machine()
-        learned.know(machine, ranks_of_hosts(channel.exchange.hosts))
-        if not learned.is_told or machine is None:
-            return
-        with lane.setting_up():
-            slowest = longest_of_all(channel.exchange, None if dispatch.is_compiling() else seconds)
-        if slowest is None:
-            learned.put_off()
-            return
-        expected = learned.estimate(scheme, demand) if isinstance(scheme, Scheme) else None
-        is_telling = expected is not None and expected.sent_bytes >= MIN_BYTES and not channel.codes_values
-        if is_telling and isinstance(scheme, Scheme) and expected is not None:  # else fewer bytes would look like speed
-            lane.saw(seen_byte_seconds(scheme, demand, machine, expected.sent_bytes, slowest))
-        learned.know(channel.machine(), ranks_of_hosts(channel.exchange.hosts))
-        learned.learn(_unplaced(scheme), demand, slowest)
-
-    def _decide_next(self, group: Group, learned: Experience, channel: Channel, demand: Demand) -> None:
+    def _decide_next(self, group: Group, window: Window, channel: Channel, demand: Demand) -> None:
         """Decide the next step from numbers that all ranks know."""
         key = _key(group)
-        choice = learned.observe(demand)
-        is_asked = choice.is_dense or (demand.is_torchs and choice == TORCHS)
-        last, self.choices[key] = self.choices.get(key), AUTO if is_asked else name_of(choice)
-        points = learned.hopeful(demand)
-        reason = self._leave(group, learned, channel)
-        if reason:
-            if not self._entry(group[0].name).reason.startswith(LEFT):  # else it is logged already
-                self._explain(group, reason, channel.rank)
-            return
-        if points:
-            learned.begin(Rehearsal(points, demand.held))
-            self.rehearsals += 1
-        for table in group:
-            self._rehearsed[table.name] = learned.rehearsals
-        if self.choices[key] != last:
-            self._explain(group, learned.explain(), channel.rank)
+        choice = window.observe(demand)
+        last, self.choices[key] = self.choices.get(key), AUTO if choice.is_dense else name_of(choice)
+        reason = self._leave(group, window, channel)
+        if reason or self.choices[key] != last:
+            self._explain(group, reason or window.explain(), channel.rank, DENSE if reason else choice)
 
-    def _leave(self, group: Group, learned: Experience, channel: Channel) -> str:
-        """Leave tables to stock DDP if that is faster or costs next to nothing; return the reason, "" if they stay.
-
-        Those that came back go again at once if a step shows that it is faster, else if a whole window of batches is
-        small.
-        """
-        machine, known = channel.machine(), [self.left.get(table.name) for table in group]
-        if not self.may_leave or machine is None or not all(map(self._can_leave, group)):
+    def _leave(self, group: Group, window: Window, channel: Channel) -> str:
+        """Let dense tables go with their buckets if that costs next to nothing; return the reason, "" if they stay."""
+        machine = channel.machine()
+        is_any_sparse = any(table.gradient.is_sparse for table in group)
+        if not self.may_leave or machine is None or is_any_sparse or self.in_rank_order:
             return ""
-        if any(steps is not None for steps in known) and not (learned.is_settled or learned.is_torchs):
-            return ""
-        dense = [table for table in group if not table.gradient.is_sparse]
-        held, now = max(demand.held for demand in learned.demands), learned.demands[-1]
-        moved = sum(ring_all_reduce_bytes(table.gradient.nbytes, channel.world_size) for table in dense)
-        if len(dense) < len(group):
-            counts = [math.ceil(held)] * channel.world_size
-            moved += sparse_all_reduce_bytes(counts, 0, now.row_bytes, len(group) - len(dense))
-        rounds = 3 * max(0, len(group) - len(dense) - 1) * machine.round_seconds
-        seconds = rounds + moved * max(machine.byte_seconds, machine.reduced_byte_seconds)
-        if learned.is_torchs:
-            growth = LEFT_ROOM * max(demand.union for demand in learned.demands) / max(1.0, now.union)
-        elif moved <= LEFT_BYTES and seconds <= LEFT_SECONDS:
-            used = max(moved / LEFT_BYTES, seconds / LEFT_SECONDS)
-            growth = LEFT_ROOM / used * max(1.0, held) / max(1.0, now.held) if used else math.inf
-            if len(group) == 1 and not dense and self.shape(group[0]).is_small:
-                self._left_alone[group[0].name] = group[0].layout.width, group[0].gradient.dtype
-        else:
+        moved = sum(ring_all_reduce_bytes(table.gradient.nbytes, channel.world_size) for table in group)
+        seconds = moved * max(machine.byte_seconds, machine.reduced_byte_seconds)
+        if moved > LEFT_BYTES or seconds > LEFT_SECONDS:
             return ""
         for table in group:
             self.left[table.name] = LEFT_STEPS
-            self._entry(table.name).leave(LEFT)
-        self._limit_rows(group, growth)
-        if learned.is_torchs:
-            return f"{LEFT}: {learned.explain()}"
-        return f"{LEFT} ({moved / 1e6:.3f} MB in {1e3 * seconds:.1f} ms) instead of {learned.explain()}"
+            self.records.named(table.name).leave(LEFT)
+        return f"{LEFT} ({moved / 1e6:.3f} MB in {1e3 * seconds:.1f} ms) instead of {window.explain()}"
 
-    def _can_leave(self, table: TableGradient) -> bool:
-        """Return whether torch sums such a gradient as exactly; it has no sparse sum of sixteen-bit values on Gloo."""
-        if table.gradient.is_sparse:
-            return not self.is_own and table.gradient.dtype in (torch.float32, torch.float64)
-        return True
-
-    def _may_be_torchs(self, group: Group) -> bool:
-        """Return whether torch's own sparse all-reduce may sum a group: one table, since it has no stacked ones."""
-        (table, *others) = group
-        return self.may_leave and not others and table.gradient.is_sparse and self._can_leave(table)
-
-    def _limit_rows(self, group: Group, growth: float) -> None:
-        """Set the rows of the sum at which left tables come back: ``growth`` times those of this step."""
+    def _explain(self, group: Group, reason: str, rank: int, pin: Scheme | TwoLevel) -> None:
         for table in group:
-            self._most_rows[table.name] = growth * (1 + self.unions[table.name])
-
-    def _explain(self, group: Group, reason: str, rank: int) -> None:
-        for table in group:
-            self._entry(table.name).reason = reason
+            self.records.named(table.name).reason = reason
         if rank == 0:
-            _log.info("%s: %s", _key(group), reason)
+            _log.info("%s: %s%s", _key(group), reason, "" if self.in_rank_order else f"; {pinned_by(pin)}")
 
     def _record(
         self,
@@ -401,9 +319,8 @@ class GradientSync:
         """Count a synchronization. Bytes are shared by the rows that this rank held and those in the sum."""
         world_size, itemsize = channel.world_size, held[0].values.element_size()
         num_rows, row_bytes = sum(rows.num_rows for rows in held), held[0].width * itemsize
-        saved = channel.saved_bytes
-        mean = sum(channel.held) / world_size
-        union = sum(unions)
+        saved, union = channel.saved_bytes, sum(unions)
+        demand = Demand(world_size, num_rows, held[0].width, itemsize, sum(channel.held) / world_size, union)
         weights = [rows.ids.numel() + union for rows, union in zip(held, unions, strict=True)]
         sent = share(channel.exchange.traffic.sent_bytes - sent_before, weights)
         formats = ", ".join(
@@ -413,35 +330,29 @@ class GradientSync:
         own = sum(rows.ids.numel() for rows in held)  # headers count blocks or elements, where those travel
         counts = channel.held if scheme.unit is Unit.ROWS else [own] * world_size
         stock = share(sparse_all_reduce_bytes(counts, channel.rank, row_bytes, len(group)), weights)
-        for place, (table, rows) in enumerate(zip(group, held, strict=True)):
-            record = self._entry(table.name)
-            record.kind, record.scheme, record.formats, record.fused = table.kind, name_of(scheme), formats, len(group)
-            record.density = rows.density
-            record.density_after = unions[place] / rows.num_rows if rows.num_rows else 0.0
-            part = weights[place] / sum(weights) if any(weights) else 1 / len(group)
+        for index, (table, rows) in enumerate(zip(group, held, strict=True)):
+            after = unions[index] / rows.num_rows if rows.num_rows else 0.0
+            kind, by = table.kind, name_of(scheme)
+            record = self.records.book(table.name, kind, by, formats, rows.density, after, len(group))
+            part = weights[index] / sum(weights) if any(weights) else 1 / len(group)
             dense = ring_all_reduce_bytes(rows.num_rows * row_bytes, world_size)
-            predicted = partial(_predicted, part, saved, scheme, world_size, num_rows, row_bytes, mean, union, itemsize)
-            if scheme == TORCHS and self.scheme == AUTO:
-                record.add(sent[place], sent[place], stock[place])
-            else:
-                record.add(sent[place], predicted, stock[place] if table.gradient.is_sparse else dense)
-
-    def _entry(self, name: str) -> ParameterRecord:
-        return self.records.setdefault(name, ParameterRecord(name))
+            predicted = partial(_predicted, part, saved, scheme, demand)
+            record.add(sent[index], predicted, stock[index] if table.gradient.is_sparse else dense)
 
 
-def _predicted(part: float, saved_bytes: int, scheme: Scheme | TwoLevel, *sizes: Any) -> float:
+def _predicted(part: float, saved_bytes: int, scheme: Scheme | TwoLevel, demand: Demand) -> float:
     """Return the predicted bytes of one of the tables of a group, less those that codes of values saved."""
-    return part * (expected_bytes(scheme, *sizes) - saved_bytes)
+    return part * (expected_bytes(scheme, demand) - saved_bytes)
 
 
 def _key(group: Group) -> str:
-    return " + ".join(table.name for table in group)
+    """Return the name of a group, which is the same in the other order of DDP's first backward."""
+    return " + ".join(sorted(table.name for table in group))
 
 
-def _unplaced(point: Scheme | TwoLevel) -> Scheme | TwoLevel:
-    """Return a scheme as a candidate is named, without the hosts."""
-    return TwoLevel(point.between) if isinstance(point, TwoLevel) else point
+def pinned_by(scheme: Scheme | TwoLevel) -> str:
+    """Return the words of a log line that say how to have a choice of "auto", and so its bits, in each run."""
+    return f'rows="{name_of(scheme)}" pins it'
 
 
 def _subject(group: Group, scheme: str | Scheme | TwoLevel) -> Subject:
@@ -455,7 +366,7 @@ def _subject(group: Group, scheme: str | Scheme | TwoLevel) -> Subject:
 
 def _describe(gradient: Tensor, scheme: str | Scheme | TwoLevel) -> str:
     text = scheme if isinstance(scheme, str) else scheme.describe()
-    return f"{gradient.dtype} {list(gradient.shape)} {gradient.layout}, mean, scheme={text}"
+    return f"{gradient.dtype} {list(gradient.shape)} {gradient.layout}, mean, rows={text}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -463,8 +374,7 @@ class Started:
     """An all-reduce under way."""
 
     work: dist.Work
-    rank: int
-    world_size: int
+    lost: Callable[[BaseException], LostPeerError]
 
     def wait(self) -> None:
         """Wait for the sum. On a GPU the current stream waits, and the thread does not.
@@ -475,7 +385,7 @@ class Started:
         try:
             self.work.wait()
         except RuntimeError as error:
-            raise lost_peer(error, self.rank, self.world_size) from error
+            raise self.lost(error) from error
 
 
 @dataclass(frozen=True, eq=False)
@@ -527,23 +437,30 @@ class NativeAllReduce:
         process_group: a group of the ranks of the lane.
         account: the statistics that count the bytes, under ``name``.
         scheme: name of the scheme in these statistics.
+        lost: returns the error to raise when torch lost a peer, see `Lane.lost_to`.
         is_own: whether the group is the model's, as on NCCL.
     """
 
     def __init__(
-        self, process_group: dist.ProcessGroup, account: GradientSync, name: str, scheme: str, is_own: bool = False
+        self,
+        process_group: dist.ProcessGroup,
+        account: GradientSync,
+        name: str,
+        scheme: str,
+        lost: Callable[[BaseException], LostPeerError],
+        is_own: bool = False,
     ) -> None:
-        self._process_group, self.is_own = process_group, is_own
+        self._lost = lost
+        self.process_group, self.is_own = process_group, is_own
         self._account = account
         self._name, self._scheme = name, scheme
         self._moved_bytes = 0
         self._jobs: list[JobTimes] = []
-        self._tables: list[tuple[str, Tensor, int]] = []  # sparse ones, with the rows that this rank held
 
     def start(self, gradients: Sequence[Tensor]) -> tuple[Started, ...]:
         """Start averaging over the ranks, in place.
 
-        It scales before it sums, and by a product, as DDP without a hook does: the bits are those of stock DDP. The
+        It scales before it sums, and by a product, as DDP without a hook does, so the bits are stock DDP's. The
         model's own group gets the parts of a bucket at once, for which NCCL launches one kernel, not one for each.
         """
         if not self.is_own:
@@ -562,17 +479,18 @@ class NativeAllReduce:
         return DenseBucket(started, buffer, job, end)
 
     def start_sparse(self, name: str, gradient: Tensor, job: JobTimes) -> Future[Tensor]:
-        """Start averaging a sparse gradient in place by torch's own all-reduce, which adds in rank order, as it must.
+        """Start averaging a sparse gradient by torch's own all-reduce, which adds in rank order, as it must.
 
-        Its thread coalesces the gradient, beside backward, and DDP need not copy a mean that is the bucket itself.
+        Its thread coalesces the gradient beside backward, and then replaces the indices and values of the tensor that
+        it was given. That is a shallow copy: the gradient itself is the user's again as soon as a backward fails.
         """
+        gradient = gradient.detach()
         job.started = time.perf_counter()
         self._jobs.append(job)
-        held = _distinct_rows(gradient)
         over = show(lambda: f"all_reduce {name}")
-        work = dist.all_reduce(gradient, group=self._process_group, async_op=True)
+        work = dist.all_reduce(gradient, group=self.process_group, async_op=True)
         assert work is not None, "hooks run on ranks of the group"
-        rank, world_size = dist.get_rank(), self._process_group.size()  # its thread must not end the group
+        world_size, lost = self.process_group.size(), self._lost  # its thread must not end the group
 
         future: Future[Tensor] = Future()  # one that `then` makes would lose the type of an exception
 
@@ -581,11 +499,9 @@ class NativeAllReduce:
             try:
                 done.value()
             except RuntimeError as error:
-                future.set_exception(lost_peer(error, rank, world_size))  # type: ignore[arg-type]
+                future.set_exception(lost(error))  # type: ignore[arg-type]
                 return
             gradient._values().mul_(1.0 / world_size)
-            self._account.see_sum(name, gradient)
-            self._tables.append((name, gradient, held))
             job.ended = time.perf_counter()
             future.set_result(gradient)
 
@@ -594,20 +510,27 @@ class NativeAllReduce:
 
     def count(self, num_bytes: int) -> None:
         """Count an all-reduce of a tensor of ``num_bytes``; `finish_step` adds it to the statistics."""
-        self._moved_bytes += ring_all_reduce_bytes(num_bytes, self._process_group.size())
+        self._moved_bytes += ring_all_reduce_bytes(num_bytes, self.process_group.size())
+
+    def count_rows(self, tables: Sequence[Tensor]) -> None:
+        """Count torch's all-reduces of sparse gradients, of which only the sums are known by now: an estimate.
+
+        Each rank is taken to hold what `DENSIFICATION_EXPONENT` says that such a sum is made of.
+        """
+        world_size = self.process_group.size()
+        for table in tables:
+            if table.grad is not None and table.grad.is_sparse:
+                held = math.ceil(table.grad._nnz() / world_size**DENSIFICATION_EXPONENT)
+                row_bytes = table.grad._values()[:1].nbytes
+                self._moved_bytes += sparse_all_reduce_bytes([held] * world_size, 0, row_bytes)
 
     def finish_step(self, lane: Lane) -> None:
-        """Add bytes, those of a ring, and seconds to the statistics, while no job of the lane runs, which adds too."""
+        """Add the bytes of a ring, and seconds, to the statistics, while no job of the lane runs, which adds too."""
         moved, self._moved_bytes = self._moved_bytes, 0
         if moved:
-            record = self._account.records.setdefault(self._name, ParameterRecord(self._name))
-            record.kind, record.scheme, record.formats, record.fused = "all-reduce", self._scheme, "dense", 1
-            record.density = record.density_after = 1.0
+            record = self._account.records.book(self._name, "all-reduce", self._scheme, "dense")
             record.add(moved, moved, moved)
             lane.exchange.count_all_reduce(moved)
-        tables, self._tables = self._tables, []
-        for name, mean, held in tables:
-            lane.exchange.count_all_reduce(self._account.book_left(name, mean, held, lane.world_size))
         jobs, self._jobs = self._jobs, []
         until = 0.0
         for job in jobs:  # one after the other: the next one begins when the last one has ended
@@ -615,7 +538,7 @@ class NativeAllReduce:
             until = job.ended
 
     def _start(self, *gradients: Tensor) -> Started:
-        group = self._process_group
+        group = self.process_group
         for gradient in gradients:
             gradient.mul_(1.0 / group.size())
             self.count(gradient.nbytes)
@@ -624,15 +547,7 @@ class NativeAllReduce:
         else:
             work = group.allreduce_coalesced(list(gradients), dist.AllreduceCoalescedOptions())
         assert work is not None, "hooks run on ranks of the group"
-        return Started(work, dist.get_rank(), group.size())
-
-
-def _distinct_rows(gradient: Tensor) -> int:
-    """Return the number of rows of a COO tensor, without coalescing it; a mask of its rows is seven times as fast."""
-    ids = gradient._indices()[0]
-    if gradient.is_coalesced() or gradient.shape[0] > ROWS_OF_A_MASK:
-        return gradient._nnz() if gradient.is_coalesced() else ids.unique().numel()
-    return int(torch.zeros(gradient.shape[0], dtype=torch.bool).index_fill_(0, ids, True).sum())
+        return Started(work, self._lost)
 
 
 def route_asked_for() -> str:
@@ -641,7 +556,7 @@ def route_asked_for() -> str:
     Raises:
         ValueError: the variable has another value than the legal ones.
     """
-    legal = (AUTO, Route.COLLECTIVE, Route.STAGED)
+    legal = (AUTO, ROWS_AT_ONCE, Route.COLLECTIVE, Route.STAGED)
     asked = os.environ.get(ROUTE_VARIABLE, "auto")
     if asked not in legal:
         raise unknown(ROUTE_VARIABLE, asked, legal)
@@ -649,7 +564,7 @@ def route_asked_for() -> str:
 
 
 def is_native(process_group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Return whether the model's own group all-reduces tensors of this device, as NCCL does those of a GPU.
+    """Return whether the model's own group all-reduces tensors of this device, as NCCL does on a GPU.
 
     ``THINWIRE_ROUTE=collective`` says so of any group.
     """

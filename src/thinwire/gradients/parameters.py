@@ -14,13 +14,17 @@ from torch import Tensor, nn
 from torch.futures import Future
 from torch.utils.hooks import RemovableHandle
 
+from thinwire.comm.c10d import never_compiled
 from thinwire.comm.channel import Subject
 from thinwire.comm.lane import Lane
+from thinwire.comm.process_group import lost_peer
 from thinwire.errors import CorruptMessageError, ThinwireError
-from thinwire.gradients.buckets import Buckets, Contents, Pending, as_real
+from thinwire.gradients.buckets import Buckets, Contents, as_real
 from thinwire.gradients.ddp import Plug
-from thinwire.gradients.model import is_dtensor, like, local_of
-from thinwire.gradients.tables import LookupRows, TableGradient, tables_of
+from thinwire.gradients.lossless import Other
+from thinwire.gradients.module import is_dtensor, like, local_of
+from thinwire.gradients.tables import LookupRows, TableGradient, sparse_tables_of
+from thinwire.gradients.torch_internals import hooks_after, version
 from thinwire.observe.step import Clock
 
 FIRST_GROUP_BYTES = 1024 * 1024
@@ -70,15 +74,15 @@ def plan_groups(trained: Sequence[Trained], order: Sequence[int]) -> Groups:
     """
     groups: list[list[int]] = []
     size_bytes, dtype = 0, None
-    for place in order:
-        entry = trained[place]
+    for index in order:
+        entry = trained[index]
         cap = FIRST_GROUP_BYTES if len(groups) <= 1 else GROUP_BYTES
         joins = groups and dtype == entry.parameter.dtype and not entry.is_sparse
         if joins and size_bytes + entry.num_bytes <= cap:
-            groups[-1].append(place)
+            groups[-1].append(index)
             size_bytes += entry.num_bytes
         else:
-            groups.append([place])
+            groups.append([index])
             size_bytes, dtype = entry.num_bytes, None if entry.is_sparse else entry.parameter.dtype
     return tuple(map(tuple, groups))
 
@@ -92,14 +96,14 @@ def with_others(trained: Sequence[Trained], planned: Groups, order: Sequence[int
         planned: groups of any parameters, each in one group.
         order: all indices in the order in which gradients are expected.
     """
-    position = {place: number for number, place in enumerate(order)}
-    ends = [max(position[place] for place in group) for group in planned]
-    known = {place for group in planned for place in group}
+    position = {index: number for number, index in enumerate(order)}
+    ends = [max(position[index] for index in group) for group in planned]
+    known = {index for group in planned for index in group}
     before: dict[int, list[int]] = {}
-    for place in order:
-        if place not in known:
-            later = (number for number, end in enumerate(ends) if end > position[place])
-            before.setdefault(next(later, len(planned)), []).append(place)
+    for index in order:
+        if index not in known:
+            later = (number for number, end in enumerate(ends) if end > position[index])
+            before.setdefault(next(later, len(planned)), []).append(index)
     groups: list[tuple[int, ...]] = []
     for number in range(len(planned) + 1):
         groups += plan_groups(trained, before.get(number, ()))
@@ -107,10 +111,10 @@ def with_others(trained: Sequence[Trained], planned: Groups, order: Sequence[int
     return tuple(groups)
 
 
-def places_of(trained: Sequence[Trained], groups: Sequence[Sequence[str]]) -> Groups:
+def indices_of(trained: Sequence[Trained], groups: Sequence[Sequence[str]]) -> Groups:
     """Return groups of names as groups of indices."""
-    place = {entry.name: number for number, entry in enumerate(trained)}
-    return tuple(tuple(place[name] for name in group) for group in groups)
+    index = {entry.name: number for number, entry in enumerate(trained)}
+    return tuple(tuple(index[name] for name in group) for group in groups)
 
 
 def agree_on_order(lane: Lane, order: Sequence[int]) -> list[int]:
@@ -136,8 +140,8 @@ class _Pass:
         stand_ins: zeros for parameters that have no gradient on this rank; their means, later.
         sparse: futures of means of sparse gradients.
         flat: gradients that are summed as one tensor, and behind them one element each: whether a rank has it.
-        apart: indices of gradients synchronized by themselves, in place: those of tables and compressed ones.
-        odd: sparse dimensions of this rank's gradients that travel with another number of them.
+        apart: indices of gradients synchronized by themselves, in place: of tables, and compressed ones.
+        odd: this rank's number of sparse dimensions, for each gradient for which the ranks agreed on another number.
     """
 
     ready: dict[int, None] = field(default_factory=dict)
@@ -171,13 +175,15 @@ class ParameterHooks(Plug):
         lookups: the rows of tables that a backward touched; the hooks of this object call its `LookupRows.settle`.
         lane: the lane that agrees on the order.
         begin: called at each gradient of a backward; arranges for `finish` and `deliver` to be called when it ends.
-        expect: called with the work of each group to wait for.
         clock: records when gradients are ready.
-        planned: groups of a plan, of all parameters but tables; None for those of `plan_groups`.
+        planned: groups of a plan, of all parameters but tables; None for the result of `plan_groups`.
         is_nested: returns whether a backward pass inside of another is running.
     """
 
     begins_at_output = True
+    sends_at_end = False
+    """Whether nothing is submitted before the end of backward: the group has other collectives of the model until then,
+    and which gradients are ready earlier may differ between ranks."""
 
     def __init__(
         self,
@@ -186,18 +192,17 @@ class ParameterHooks(Plug):
         lookups: LookupRows,
         lane: Lane,
         begin: Callable[[], object],
-        expect: Callable[[Pending], None],
         clock: Clock,
         planned: Groups | None = None,
         is_nested: Callable[[], bool] = lambda: False,
     ) -> None:
+        super().__init__()
         self.trained = list(trained)
         self._buckets = buckets
         buckets.sees_zeros = True
         self._lookups = lookups
         self._lane = lane
         self._begin = begin
-        self._expect = expect
         self._clock = clock
         self._is_nested = is_nested
         self._is_ordered = False
@@ -207,13 +212,25 @@ class ParameterHooks(Plug):
         self._versions: list[int] = []  # of the parameters, when the running pass began
         self.regroup(planned)
         self._handles = [
-            _hooked(entry.parameter, self._after_accumulation(place)) for place, entry in enumerate(trained)
+            _hooked(entry.parameter, self._after_accumulation(index)) for index, entry in enumerate(trained)
         ]
 
     @property
     def order(self) -> list[int]:
         """Indices of the parameters that get gradients, in the order in which these are expected."""
-        return [place for place in self._order if self._thawed[place]]
+        return [index for index in self._order if self._thawed[index]]
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all parameters in the order in which their gradients are expected, for `expect_order`."""
+        return [self.trained[index].name for index in self._order]
+
+    def expect_order(self, names: Sequence[str]) -> None:
+        """Expect gradients in the order of another run, so that sums of groups have its bits from the first step on."""
+        index = {entry.name: number for number, entry in enumerate(self.trained)}
+        if index.keys() == set(names):
+            self._order = [index[name] for name in names]
+            self.regroup(self._planned)
 
     def regroup(self, planned: Groups | None) -> None:
         """Follow these groups from the next backward pass on; on all ranks, and between two passes."""
@@ -223,12 +240,12 @@ class ParameterHooks(Plug):
             self._follow(plan_groups(self.trained, self.order))
         else:
             trained = [trains and not entry.is_sparse for trains, entry in zip(self._thawed, self.trained, strict=True)]
-            thawed = (tuple(place for place in group if trained[place]) for group in planned)
+            thawed = (tuple(index for index in group if trained[index]) for group in planned)
             self._follow(with_others(self.trained, tuple(filter(None, thawed)), self.order))
 
     def _follow(self, groups: Groups) -> None:
         self.groups = groups
-        self._group_of = {place: number for number, group in enumerate(groups) for place in group}
+        self._group_of = {index: number for number, group in enumerate(groups) for index in group}
 
     def finish(self) -> float:
         """Submit the remaining groups at the end of backward."""
@@ -240,40 +257,40 @@ class ParameterHooks(Plug):
     def deliver(self) -> None:
         """Store the results of all futures, when they are done, and agree on the order after the first pass."""
         done, self._pass = self._pass, _Pass()
-        for place in done.ready:
-            self._check_untouched(place)
-        means = {place: future.value() for place, future in done.sparse}
-        for places, flat in done.flat:
-            self._deliver_flat(done, places, flat)
-        for place in done.apart:
-            gradient = self.trained[place].parameter.grad
-            assert place in done.stand_ins or gradient is not None, "it was there when it was submitted"
-            means[place] = done.stand_ins[place] if gradient is None else local_of(gradient)
+        for index in done.ready:
+            self._check_untouched(index)
+        means = {index: future.value() for index, future in done.sparse}
+        for indices, flat in done.flat:
+            self._deliver_flat(done, indices, flat)
+        for index in done.apart:
+            gradient = self.trained[index].parameter.grad
+            assert index in done.stand_ins or gradient is not None, "it was there when it was submitted"
+            means[index] = done.stand_ins[index] if gradient is None else local_of(gradient)
         unused = self._used_by_nobody(done, means)
-        for place, mean in means.items():
-            if place not in unused:
-                self._store(place, mean)
-        for place, kind in done.odd.items():
-            parameter = self.trained[place].parameter
+        for index, mean in means.items():
+            if index not in unused:
+                self._store(index, mean)
+        for index, kind in done.odd.items():
+            parameter = self.trained[index].parameter
             if parameter.grad is not None:
                 parameter.grad = _of_kind(parameter.grad, kind)
         if not self._is_ordered and self._handles:
             self._agree_on_order(done)
 
-    def _deliver_flat(self, done: _Pass, places: Sequence[int], flat: Tensor) -> None:
-        *means, ones = flat.split([*(self.trained[place].local.numel() for place in places), len(places)])
-        used = ones.tolist() if not done.stand_ins.keys().isdisjoint(places) else ()  # a device is waited for
-        for number, (place, mean) in enumerate(zip(places, means, strict=True)):
-            parameter = self.trained[place].parameter
-            if place in done.stand_ins and used[number] != 0:
-                self._store(place, done.stand_ins[place])
+    def _deliver_flat(self, done: _Pass, indices: Sequence[int], flat: Tensor) -> None:
+        *means, ones = flat.split([*(self.trained[index].local.numel() for index in indices), len(indices)])
+        used = ones.tolist() if not done.stand_ins.keys().isdisjoint(indices) else ()  # a device is waited for
+        for number, (index, mean) in enumerate(zip(indices, means, strict=True)):
+            parameter = self.trained[index].parameter
+            if index in done.stand_ins and used[number] != 0:
+                self._store(index, done.stand_ins[index])
             if parameter.grad is not None:
                 gradient = local_of(parameter.grad)
                 gradient.copy_(mean.view(gradient.shape))
 
-    def _store(self, place: int, mean: Tensor) -> None:
+    def _store(self, index: int, mean: Tensor) -> None:
         """Make a mean the gradient, if it is not the memory of that already."""
-        parameter = self.trained[place].parameter
+        parameter = self.trained[index].parameter
         if parameter.grad is None or not is_dtensor(parameter):
             parameter.grad = like(parameter, mean)
 
@@ -284,36 +301,41 @@ class ParameterHooks(Plug):
         they gather votes about the same parameters, and about none in an ordinary step.
         """
         empty = [
-            place
-            for place, mean in means.items()
-            if (mean._nnz() == 0 if mean.is_sparse else self._buckets.is_zero(self.trained[place].name))
+            index
+            for index, mean in means.items()
+            if (mean._nnz() == 0 if mean.is_sparse else self._buckets.is_zero(self.trained[index].name))
         ]
         if not empty:
             return set()
-        mine = [float(place not in done.stand_ins) for place in empty]
-        subject = Subject("gradients of zeros", f"{len(mine)} numbers")
-        told = self._lane.submit(lambda lane: lane.channel(subject).gather_numbers(mine)).wait()
-        return {place for place, ranks in zip(empty, zip(*told, strict=True), strict=True) if not any(ranks)}
+        mine = [float(index not in done.stand_ins) for index in empty]
+        gathered = self._lane.agree("gradients of zeros", mine)
+        return {index for index, ranks in zip(empty, zip(*gathered, strict=True), strict=True) if not any(ranks)}
 
     def _agree_on_order(self, done: _Pass) -> None:
-        order = [*done.ready, *(place for place in self._order if place not in done.ready)]
-        mine = [_kind(place, entry, done) for place, entry in enumerate(self.trained)]
-        subject = Subject("which gradients are sparse", f"{len(mine)} numbers")
+        order = [*done.ready, *(index for index in self._order if index not in done.ready)]
+        mine = [_kind(index, entry, done) for index, entry in enumerate(self.trained)]
 
-        def job(lane: Lane) -> tuple[list[int], list[list[float]]]:
+        def job(lane: Lane) -> list[int]:
             with lane.setting_up():
-                return agree_on_order(lane, order), lane.channel(subject).gather_numbers(mine)
+                return agree_on_order(lane, order)
 
-        self._order, told = self._lane.submit(job).wait()
-        for place, ranks in enumerate(zip(*told, strict=True)):
+        self._order = self._lane.submit(job).wait()
+        gathered = self._lane.agree("which gradients are sparse", mine)
+        for index, ranks in enumerate(zip(*gathered, strict=True)):
             kinds = {int(kind) for kind in ranks if kind}
             if kinds:
                 kind = max(kinds.pop(), 0) if len(kinds) == 1 else 0
-                entry = self.trained[place]
+                entry = self.trained[index]
                 is_table = entry.is_table and kind == 0
-                self.trained[place] = replace(entry, is_sparse=kind > 0, is_table=is_table, sparse_dim=max(kind, 1))
+                self.trained[index] = replace(entry, is_sparse=kind > 0, is_table=is_table, sparse_dim=max(kind, 1))
         self._is_ordered = True
         self.regroup(self._planned)
+
+    def _send(self) -> None:
+        self._begin()
+        for index, entry in enumerate(self.trained):
+            if entry.parameter.requires_grad and entry.parameter.grad is not None:
+                self._add(index)
 
     def reset(self) -> None:
         """Forget a backward that was not completed. Its gradients stay in ``grad``, as they do without thinwire."""
@@ -336,11 +358,11 @@ class ParameterHooks(Plug):
             handle.remove()
         self._handles.clear()
 
-    def _after_accumulation(self, place: int) -> Callable[[Tensor], None]:
+    def _after_accumulation(self, index: int) -> Callable[[Tensor], None]:
         """Return a hook that does not hold this object, which holds the parameter."""
         weak = weakref.ref(self)
 
-        @torch.compiler.disable
+        @never_compiled
         def hook(parameter: Tensor) -> None:
             hooks = weak()
             if hooks is None:
@@ -348,45 +370,46 @@ class ParameterHooks(Plug):
                     "thinwire was attached to a module that is gone, and its parameters go on training: keep the module"
                     " or the Synchronizer, or call detach() on that before"
                 )
-            if hooks.trained[place].is_table:
+            if hooks.trained[index].is_table:
                 hooks._lookups.settle(parameter)
             if hooks.synchronizes and parameter.requires_grad:  # else frozen since the forward, without a gradient
-                hooks._add(place)
+                hooks._add(index)
 
         return hook
 
-    def _add(self, place: int) -> None:
+    def _add(self, index: int) -> None:
         self._begin()
         if not self._pass.ready:
             self._start()
-        self._clock.ready(self.trained[place].name)
-        self._check_untouched(place)
-        _lay_out(self.trained[place].parameter)
-        if self._group_of[place] < self._pass.submitted:
+        self._clock.ready(self.trained[index].name)
+        self._check_untouched(index)
+        _lay_out(self.trained[index].parameter)
+        if self._group_of[index] < self._pass.submitted:
             raise ThinwireError(
-                f"parameter {self.trained[place].name!r} got a gradient twice in one backward, and the first is on its"
+                f"parameter {self.trained[index].name!r} got a gradient twice in one backward, and the first is on its"
                 " way already: with re-entrant checkpointing pass use_reentrant=False"
             )
-        self._pass.ready[place] = None
-        self._pass.waits = self._pass.waits or self._is_nested() or self._is_edited_later(place)
+        self._pass.ready[index] = None
+        waits = self.sends_at_end or self._pass.waits
+        self._pass.waits = waits or self._is_nested() or self._is_edited_later(index)
         while not self._pass.waits and self._has_next():
             self._submit()
 
-    def _is_edited_later(self, place: int) -> bool:
+    def _is_edited_later(self, index: int) -> bool:
         """Return whether other hooks run after the one that adds the gradient, which the lane must not read yet."""
-        parameter = self.trained[place].parameter
-        after = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-        is_last = not after or next(reversed(after)) == self._handles[place].id
+        parameter = self.trained[index].parameter
+        after = hooks_after(parameter) or {}
+        is_last = not after or next(reversed(after)) == self._handles[index].id
         return not is_last or self._lookups.hooks_on_node(parameter) > 1
 
     def _has_next(self) -> bool:
         """Return whether all gradients of the next group are ready. In nested passes that is unknown until the end."""
         number = self._pass.submitted
-        return number < len(self.groups) and all(place in self._pass.ready for place in self.groups[number])
+        return number < len(self.groups) and all(index in self._pass.ready for index in self.groups[number])
 
     def _start(self) -> None:
         """Begin a pass: agree on which parameters get gradients, if that has changed since the last one."""
-        self._versions = [entry.parameter._version for entry in self.trained]
+        self._versions = [version(entry.parameter) for entry in self.trained]
         thawed = self._unfrozen()
         if thawed != self._thawed:
             frozen = [entry.name for entry, trains in zip(self.trained, thawed, strict=True) if not trains]
@@ -398,93 +421,120 @@ class ParameterHooks(Plug):
     def _unfrozen(self) -> list[bool]:
         return [entry.parameter.requires_grad for entry in self.trained]
 
-    def _check_untouched(self, place: int) -> None:
+    def _check_untouched(self, index: int) -> None:
         """Raise if an optimizer consumed a gradient before it was sent: the models of ranks would diverge."""
-        parameter = self.trained[place].parameter
-        hooks = len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ())
-        is_written = parameter._version != self._versions[place] and hooks > 1
+        parameter = self.trained[index].parameter
+        hooks = len(hooks_after(parameter) or ())
+        is_written = version(parameter) != self._versions[index] and hooks > 1
         if parameter.grad is None or is_written:
-            raise ThinwireError(_EARLY_STEP.format(name=self.trained[place].name))
+            raise ThinwireError(_EARLY_STEP.format(name=self.trained[index].name))
 
     def _submit(self) -> None:
         number = self._pass.submitted
         self._pass.submitted += 1
-        places = self.groups[number]
-        gradients = [self._gradient(place) for place in places]
-        if self.trained[places[0]].is_sparse:
-            table = TableGradient(self.trained[places[0]].name, gradients[0])
+        indices = self.groups[number]
+        gradients = [self._gradient(index) for index in indices]
+        if self.trained[indices[0]].is_sparse:
+            table = TableGradient(self.trained[indices[0]].name, gradients[0])
             contents = Contents(gradients[0], (table,), name=f"group {number}")
         else:
-            contents = self._contents(number, places, gradients)
+            contents = self._contents(number, indices, gradients)
         pending = self._buckets.submit(contents)
-        self._expect(pending)
-        if self.trained[places[0]].is_sparse:
-            self._pass.sparse.append((places[0], pending if isinstance(pending, Future) else pending.future()))
+        self.in_flight.append(pending)
+        if self.trained[indices[0]].is_sparse:
+            self._pass.sparse.append((indices[0], pending if isinstance(pending, Future) else pending.future()))
 
-    def _gradient(self, place: int) -> Tensor:
+    def _gradient(self, index: int) -> Tensor:
         """Return the gradient of this and earlier passes, or zeros for a parameter that was not used."""
-        entry = self.trained[place]
-        if place in self._pass.ready:
-            self._check_untouched(place)
+        entry = self.trained[index]
+        if index in self._pass.ready:
+            self._check_untouched(index)
         if entry.parameter.grad is not None:
             gradient = local_of(entry.parameter.grad.detach())
             own = gradient.sparse_dim() if gradient.is_sparse else 0
             if own == entry.kind:
                 return gradient
-            self._pass.odd[place] = own
+            self._pass.odd[index] = own
             gradient = _of_kind(gradient, entry.kind)
             if not entry.is_sparse:
                 entry.parameter.grad = gradient  # which gets the mean in place
             return gradient
         zeros = _no_rows(entry) if entry.is_sparse else torch.zeros_like(entry.local)
-        return self._pass.stand_ins.setdefault(place, zeros.detach())
+        return self._pass.stand_ins.setdefault(index, zeros.detach())
 
-    def _contents(self, number: int, places: Sequence[int], gradients: Sequence[Tensor]) -> Contents:
+    def _contents(self, number: int, indices: Sequence[int], gradients: Sequence[Tensor]) -> Contents:
         """Return a group's parts. Summed gradients are copied into one tensor of each dtype, and back in `deliver`."""
         tables, compressed = [], []
-        rest: dict[torch.dtype, list[tuple[int, Tensor]]] = {}
-        for place, gradient in zip(places, gradients, strict=True):
-            entry = self.trained[place]
+        rest: dict[tuple[torch.dtype, str], list[tuple[int, Tensor]]] = {}
+        for index, gradient in zip(indices, gradients, strict=True):
+            entry = self.trained[index]
             if entry.is_table and not self._buckets.leaves(entry.name):
-                touched = _NO_IDS if place in self._pass.stand_ins else self._lookups.take(entry.parameter)
+                touched = _NO_IDS if index in self._pass.stand_ins else self._lookups.take(entry.parameter)
                 tables.append(TableGradient(entry.name, self._lookups.matrix(entry.parameter, gradient), touched))
-                self._pass.apart.append(place)
+                self._pass.apart.append(index)
             elif self._buckets.compresses(entry.name):
                 compressed.append((entry.name, gradient))
-                self._pass.apart.append(place)
+                self._pass.apart.append(index)
             else:
                 self._buckets.release(entry.name, gradient)
-                rest.setdefault(gradient.dtype, []).append((place, gradient))
+                how = self._buckets.how(entry.name)
+                rest.setdefault((gradient.dtype, how), []).append((index, gradient))
         others = []
-        for dtype, pairs in rest.items():
+        for (dtype, how), pairs in rest.items():
             flat = self._flattened(pairs)
-            self._pass.flat.append(([place for place, _ in pairs], flat))
-            others.append((f"{len(pairs)} parameters of {dtype} in gradient group {number}", as_real(flat)))
-        buffer = others[0][1] if others else gradients[0]  # a tensor of the device, or its future orders no stream
+            self._pass.flat.append(([index for index, _ in pairs], flat))
+            name = f"{len(pairs)} parameters of {dtype} in gradient group {number}"
+            others.append(Other(name, as_real(flat), how))
+        buffer = others[0].gradient if others else gradients[0]  # of the device, or its future orders no stream
         return Contents(buffer, tuple(tables), tuple(others), compressed=tuple(compressed), name=f"group {number}")
 
     def _flattened(self, pairs: Sequence[tuple[int, Tensor]]) -> Tensor:
         """Return gradients in one tensor, and behind them for each a one, or a zero if this rank has none."""
         used = pairs[0][1].new_ones(len(pairs))
-        for number, (place, gradient) in enumerate(pairs):
-            if place in self._pass.stand_ins:
+        for number, (index, gradient) in enumerate(pairs):
+            if index in self._pass.stand_ins:
                 used[number] = gradient.any()  # memories may have been added to zeros
         return torch.cat([*(gradient.reshape(-1) for _, gradient in pairs), used])
 
 
-def broadcast_all(tensors: Iterable[Tensor], process_group: dist.ProcessGroup) -> None:
+def share_first(tensors: Iterable[Tensor], process_group: dist.ProcessGroup, lane: Lane) -> None:
+    """Broadcast the values of rank 0 as `broadcast_all` does, on the host by a job of the lane.
+
+    That notices at once if a rank is lost, of which only some ranks see something in a collective of the group itself.
+    """
+    tensors = list(tensors)
+    if any(tensor.device.type != "cpu" for tensor in tensors):
+        broadcast_all(tensors, process_group)
+        return
+
+    def job(lane: Lane) -> None:
+        group = lane.exchange.process_group
+        assert group is not None, "a job of the lane runs"
+        try:
+            broadcast_all(tensors, group, lane.exchange.waits.wait)
+        except RuntimeError as error:
+            raise lost_peer(error, lane.global_rank, lane.world_size) from error
+
+    lane.submit(job).wait()
+
+
+def broadcast_all(
+    tensors: Iterable[Tensor],
+    process_group: dist.ProcessGroup,
+    wait: Callable[[dist.Work | None], object] = lambda work: work is None or work.wait(),
+) -> None:
     """Broadcast the values of rank 0, as DDP does. Shapes must have been compared before."""
     for tensor in tensors:
         data = as_real(local_of(tensor.detach()))
         contiguous = data.contiguous()
-        dist.broadcast(contiguous, group=process_group, group_src=0)
+        wait(dist.broadcast(contiguous, group=process_group, group_src=0, async_op=True))
         if contiguous is not data:
             data.copy_(contiguous)
 
 
 def trained_parameters(module: nn.Module, lookups: LookupRows, names: Mapping[int, str]) -> list[Trained]:
     """Return all parameters that get gradients, now or when they are unfrozen, in the order of registration."""
-    sparse = {id(weight) for weight in tables_of(module)} - {id(weight) for weight in lookups.parameters}
+    sparse = {id(weight) for weight in sparse_tables_of(module)}
     tables = {id(parameter) for parameter in lookups.parameters}
     return [
         Trained(names[id(parameter)], parameter, id(parameter) in sparse, id(parameter) in tables)
@@ -518,9 +568,9 @@ def _lay_out(parameter: nn.Parameter) -> None:
         parameter.grad = gradient.redistribute(placements=parameter.placements)
 
 
-def _kind(place: int, entry: Trained, done: _Pass) -> float:
+def _kind(index: int, entry: Trained, done: _Pass) -> float:
     """Return the sparse dimensions of this rank's gradient in a pass, -1 if it was dense, and 0 if there was none."""
-    return float(done.odd.get(place, entry.kind) or -1) if place in done.ready else 0.0
+    return float(done.odd.get(index, entry.kind) or -1) if index in done.ready else 0.0
 
 
 def _of_kind(gradient: Tensor, sparse_dim: int) -> Tensor:

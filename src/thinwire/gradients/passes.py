@@ -8,24 +8,27 @@ broken off.
 from __future__ import annotations
 
 import logging
+import sys
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
+from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from thinwire.comm.c10d import never_compiled
 from thinwire.comm.lane import Lane
-from thinwire.errors import ThinwireError, ranks_told
+from thinwire.errors import LostPeerError, ThinwireError, is_of_a_peer, ranks_told
 from thinwire.gradients.ddp import Alone, Plug
-from thinwire.gradients.model import (
+from thinwire.gradients.module import (
     INSIDE_DDP,
     check_engine,
     is_replicated,
@@ -33,7 +36,8 @@ from thinwire.gradients.model import (
     module_of,
     synchronized_parameters,
 )
-from thinwire.gradients.tables import Hook, tensors_of, weakly
+from thinwire.gradients.tables import Hook, tensors_of, weak
+from thinwire.gradients.torch_internals import ENGINE_FRAME, active_ddp, at_end_of_backward, graph_task
 from thinwire.observe.step import Clock
 
 logger = logging.getLogger("thinwire")
@@ -51,7 +55,7 @@ class _FromOutput:
             if tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(self._on_output)
 
-    @torch.compiler.disable
+    @never_compiled
     def _on_output(self, gradients: tuple[Tensor, ...]) -> None:
         del gradients
         self.enter()
@@ -77,23 +81,50 @@ class Backward(_FromOutput):
     @property
     def is_nested(self) -> bool:
         """Whether this is called by another pass, inside of the one that was entered."""
-        return self.is_running and self._task != torch._C._current_graph_task_id()
+        return self.is_running and self._task != graph_task()
 
     def enter(self) -> bool:
         """Arrange for ``ended`` to be called; return whether a backward runs at all."""
         if not self.is_running:
             callback = partial(self._end)
             try:
-                Variable._execution_engine.queue_callback(callback)
+                at_end_of_backward(callback)
             except RuntimeError:
                 return False
-            self._callback, self._task = weakref.ref(callback), torch._C._current_graph_task_id()
+            self._callback, self._task = weakref.ref(callback), graph_task()
         return True
 
-    @torch.compiler.disable
+    @never_compiled
     def _end(self) -> None:
         self._callback = None
         self._ended()
+
+
+class _Held:
+    """The gradients of passes inside of another pass, which stay on this rank until that ends; autograd keeps this.
+
+    Args:
+        context: in which gradients stay.
+        send: sends them.
+    """
+
+    def __init__(self, context: AbstractContextManager[None], send: Callable[[], None]) -> None:
+        self._send: Callable[[], None] | None = send
+        self._context = context
+        context.__enter__()
+
+    @never_compiled
+    def __call__(self) -> None:
+        """Send them, once."""
+        send, self._send = self._send, None
+        if send is not None:
+            self._context.__exit__(None, None, None)
+            send()
+
+    def __del__(self) -> None:
+        """Leave them, because an exception has ended the outer pass."""
+        if self._send is not None:
+            self._context.__exit__(None, None, None)
 
 
 class Structure:
@@ -104,23 +135,28 @@ class Structure:
 
     Args:
         model: the model, which this does not keep alive.
+        excluded: names of parameters that are left alone.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = weakref.ref(model)
-        trained = model.named_parameters() if is_sharded(model) else synchronized_parameters(model)
+    def __init__(self, model: nn.Module, excluded: Container[str] = ()) -> None:
+        self._model, self._excluded = weakref.ref(model), excluded
+        trained = model.named_parameters() if is_sharded(model) else synchronized_parameters(model, excluded)
         self._known = {id(parameter): parameter for _, parameter in trained}
         self._is_functional = False
         self._note()
 
     def check(self) -> None:
         """Raise ThinwireError if a parameter was moved, replaced or added, or another wrapper took the model over."""
-        if not (
-            all(registry.get(name) is value for registry, name, value in self._places)
-            and all(len(registry) == size for registry, size in self._sizes)
-            and all(parameter.dtype is dtype and parameter.device == device for parameter, dtype, device in self._kept)
-        ):
-            self._explain()
+        for registry, name, value in self._entries:
+            if registry.get(name) is not value:
+                return self._explain()
+        for registry, size in self._sizes:
+            if len(registry) != size:
+                return self._explain()
+        for parameter, dtype, device in self._kept:
+            if parameter.dtype is not dtype or parameter.device != device:
+                return self._explain()
+        return None
 
     def __contains__(self, parameter: Tensor) -> bool:
         return id(parameter) in self._known
@@ -134,7 +170,7 @@ class Structure:
         scripted = torch.jit.ScriptModule  # nobody can change one, and its registries are no dicts
         fluid = [module for module in modules if not isinstance(module, scripted)]
         own = [registry for module in fluid for registry in (module._parameters, module._modules)]
-        self._places = [(registry, name, value) for registry in own for name, value in registry.items()]
+        self._entries = [(registry, name, value) for registry in own for name, value in registry.items()]
         self._sizes = [(registry, len(registry)) for registry in (*own, *(m._forward_pre_hooks for m in modules[:1]))]
         self._kept = [(entry, entry.dtype, entry.device) for entry in self._known.values()] if modules else []
 
@@ -154,7 +190,8 @@ class Structure:
         except ValueError as error:
             raise ThinwireError(str(error)) from None
         kinds = {id(parameter): (dtype, device) for parameter, dtype, device in self._kept}
-        trained = [(name, parameter) for name, parameter in synchronized_parameters(model) if parameter.requires_grad]
+        synchronized = synchronized_parameters(model, self._excluded)
+        trained = [(name, parameter) for name, parameter in synchronized if parameter.requires_grad]
         for name, parameter in trained:
             now = (parameter.dtype, parameter.device)
             if kinds.get(id(parameter), now) != now:
@@ -186,37 +223,39 @@ class Guard(_FromOutput):
     """A guard that breaks the lane off when an exception ends a backward pass that ranks make together.
 
     Autograd calls back at the end of a pass. After an exception it drops the callback uncalled, whatever raised: a hook
-    of the user, a function of torch, or Ctrl-C.
+    of the user, a function of torch, or Ctrl-C. Where it is torch's about a lost peer, as from the all-reduces of a
+    model that is left to DDP, `LostPeerError` is raised instead.
 
     Args:
         lanes: the lanes on which peers wait.
-        waits_from_output: whether they wait for a pass as soon as it goes through the output of the model.
     """
 
-    def __init__(self, lanes: Sequence[Lane], waits_from_output: bool = True) -> None:
-        self._lanes, self.waits_from_output = lanes, waits_from_output
+    def __init__(self, lanes: Sequence[Lane]) -> None:
+        self._lanes = lanes
+        self.is_entered = False  # since the last forward
         self._running: weakref.ref[_Pass] | None = None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a backward pass is guarded that has not ended."""
+        running = None if self._running is None else self._running()
+        return running is not None and not running.is_done
 
     def enter(self) -> None:
         """Guard the running backward pass, for which peers wait; outside of one nothing happens."""
-        if self._running is None or self._running() is None:
+        if not self.is_running:
             running = _Pass(self._broke_off)
             try:
-                Variable._execution_engine.queue_callback(running)
+                at_end_of_backward(running)
             except RuntimeError:
                 running()
             else:
-                self._running = weakref.ref(running)
-
-    def watch(self, output: object) -> None:
-        """Guard the pass through the output of the model: it may fail before there is any gradient."""
-        if self.waits_from_output:
-            super().watch(output)
+                self._running, self.is_entered = weakref.ref(running), True
 
     def failed(self, error: BaseException) -> None:
         """Break off after an error in the work at the end of a pass, unless all ranks raise it and stay in step."""
         if ranks_told(error) < self._lanes[0].world_size:
-            self._broke_off()
+            self._broke_off(error)
 
     def check(self, structure: Structure) -> None:
         """Raise ThinwireError at the beginning of a step that cannot be synchronized any more, on all ranks."""
@@ -232,22 +271,76 @@ class Guard(_FromOutput):
                     lane.break_off(f"rank {lane.global_rank}: {error}")
                 raise
 
-    def _broke_off(self) -> None:
-        for lane in self._lanes:
-            if lane.world_size > 1:
-                lane.break_off(REASON.format(rank=self._lanes[0].global_rank))
+    def _broke_off(self, error: BaseException | None) -> LostPeerError | None:
+        """Break off after an error, None for an unknown one; return what to raise instead, if anything."""
+        lanes = [lane for lane in self._lanes if lane.world_size > 1]
+        if lanes and is_of_a_peer(error) and not isinstance(error, LostPeerError):
+            assert error is not None
+            error = lost = lanes[0].lost_to(error)
+        else:
+            lost = None
+        for lane in lanes:
+            why = "" if error is None else f": {type(error).__name__}: {error}"
+            lane.break_off(REASON.format(rank=lane.global_rank) + why, error)
+        return lost
+
+
+_BrokeOff = Callable[[BaseException | None], BaseException | None]
 
 
 class _Pass:
-    def __init__(self, broke_off: Callable[[], None]) -> None:
-        self._broke_off: Callable[[], None] | None = broke_off
+    def __init__(self, broke_off: _BrokeOff) -> None:
+        self._broke_off: _BrokeOff | None = broke_off
+
+    @property
+    def is_done(self) -> bool:
+        return self._broke_off is None
 
     def __call__(self) -> None:
         self._broke_off = None
 
     def __del__(self) -> None:
         if self._broke_off is not None:
-            self._broke_off()
+            _Unwinding(self._broke_off).watch(sys._getframe().f_back)
+
+
+class _Unwinding:
+    """An exception of autograd that is not one of Python yet: the frame of torch that called autograd sees it first.
+
+    That frame is traced for this one event, so passes that do not fail cost nothing, unlike a wrapper of backward.
+
+    Args:
+        broke_off: called once, with the exception, or with None if that cannot be seen; what it returns is raised.
+    """
+
+    def __init__(self, broke_off: _BrokeOff) -> None:
+        self._broke_off: _BrokeOff | None = broke_off
+
+    def watch(self, frame: FrameType | None) -> None:
+        if frame is None or frame.f_code.co_name != ENGINE_FRAME:
+            self._end(None)
+            return
+        before, outer = sys.gettrace(), frame.f_trace
+
+        def trace(frame: FrameType, event: str, arg: Any) -> Any:
+            if event != "exception":
+                return trace
+            sys.settrace(before)
+            frame.f_trace = outer
+            error = self._end(arg[1])
+            if error is not None:
+                raise error from arg[1]
+            return outer
+
+        frame.f_trace = trace
+        sys.settrace(lambda *event: None)
+
+    def _end(self, error: BaseException | None) -> BaseException | None:
+        broke_off, self._broke_off = self._broke_off, None
+        return None if broke_off is None else broke_off(error)
+
+    def __del__(self) -> None:
+        self._end(None)
 
 
 class Passes:
@@ -256,31 +349,45 @@ class Passes:
     Args:
         model: the model; `watch` registers hooks on its forward.
         clock: records when its forward has ended.
-        finish: called at the end of each backward pass in which `begin` was called, with whether that is a step: under
-            DDP re-entrant checkpointing ends several for one forward, of which the first counts.
+        excluded: names of parameters that are left alone.
     """
 
-    def __init__(self, model: nn.Module, clock: Clock, finish: Callable[[bool], None]) -> None:
-        self._model, self._clock, self._finish = weakref.ref(model), clock, finish
+    _plug: Plug  # of `watch`, like the two below
+    _guard: Guard
+    _finish: Callable[[bool], None]
+
+    def __init__(self, model: nn.Module, clock: Clock, excluded: Container[str] = ()) -> None:
+        self._model, self._clock, self._excluded = weakref.ref(model), clock, excluded
         self._is_ddp = isinstance(model, DistributedDataParallel)
         self._began = False
-        self._backward = Backward(weakly(self._end_backward))
+        self._backward = Backward(weak(self._end_backward))
         self._forwards = self._counted = 0  # so far, and at the last counted step
         self.is_local = False  # whether no_sync was called since the last synchronized pass
-        self._plug: Plug | None = None
-        self._guard: Guard | None = None
+        self.is_midway = False  # whether a forward has begun a step that no synchronized pass has ended
+        self._phase = "the first forward"
+        self._held: weakref.ref[_Held] | None = None
         self._handles: list[RemovableHandle] = []
-        self._structure = Structure(model)
-        self._warning: RemovableHandle | None = None
-        self._finished = 0  # backward passes so far
+        self._structure = Structure(model, excluded)
+        self._has_warned = False
+        self._finished = self._taken = 0  # backward passes so far, and when an optimizer last took their gradients
+        self._ended = 0  # passes of which all means are known
+        self.optimizer_steps = 0  # that took gradients of new passes; optimizers of one pass count once
         self._used: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # those at an optimizer's last step
 
     @property
     def are_watched(self) -> bool:
         return bool(self._handles)
 
-    def watch(self, plug: Plug, guard: Guard) -> None:
-        self._plug, self._guard = plug, guard
+    def watch(self, plug: Plug, guard: Guard, finish: Callable[[bool], None]) -> None:
+        """Register hooks on the forward.
+
+        Args:
+            plug: the connection to the model.
+            guard: what breaks off when a pass fails.
+            finish: called at the end of each backward pass in which `begin` was called, with whether that is a step:
+                under DDP re-entrant checkpointing ends several for one forward, of which the first counts.
+        """
+        self._plug, self._guard, self._finish = plug, guard, finish
         model = self._model()
         assert model is not None
         module = module_of(model)  # hooks on DDP itself would break its compiled graph once more
@@ -289,17 +396,15 @@ class Passes:
             module.register_forward_hook(Hook(self._after_forward)),
         ]
         if not isinstance(plug, Alone):
-            self._warning = register_optimizer_step_pre_hook(weakly(self._before_optimizer))
+            self._handles.append(register_optimizer_step_pre_hook(weak(self._before_optimizer)))
 
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._stop_warning()
 
     def begin(self) -> bool:
         """Arrange for ``finish`` to be called at the end of the running backward; return whether there is one."""
-        assert self._guard is not None
         self._guard.enter()
         if self._began:
             self._forget_broken_off()
@@ -311,10 +416,18 @@ class Passes:
         """Return whether re-entrant checkpointing runs a backward inside of the one that ends with ``finish``."""
         return self._backward.is_nested
 
+    @property
+    def is_in_backward(self) -> bool:
+        """Whether a synchronized backward pass runs."""
+        return self._backward.is_running
+
+    def doing(self) -> str:
+        """Return the step, and what this rank does in it, for messages."""
+        is_backward = self.are_watched and self._guard.is_entered
+        return f"step {self._ended + 1}, in {'backward' if is_backward else self._phase}"
+
     def _end_backward(self) -> None:
         began, self._began = self._began, False
-        assert self._plug is not None
-        assert self._guard is not None
         if began or self._plug.is_idle:
             self._finished, self.is_local = self._finished + 1, False
             is_repeated = self._is_ddp and 0 < self._forwards == self._counted
@@ -324,53 +437,80 @@ class Passes:
             except BaseException as error:
                 self._guard.failed(error)
                 raise
+            self._ended, self.is_midway, self._guard.is_entered = self._finished, False, False
+            self._phase = "other code after it"
 
     def _before_forward(self, module: nn.Module, args: tuple[object, ...]) -> None:
         if torch.compiler.is_compiling():  # anything would break its graph
             return
         self._forwards += 1
         if not self._is_ddp:
-            _refuse_inside_ddp(module)
+            _refuse_inside_ddp(module, self._excluded)
         if not torch.is_grad_enabled():
             return
-        assert self._plug is not None
         self.is_local = not self._plug.synchronizes
+        self.is_midway, self._guard.is_entered, self._phase = True, False, "forward"
         self._forget_broken_off()
         if not self.is_local:
-            assert self._guard is not None
             self._guard.check(self._structure)
+            self._plug.before_forward()
+            self._hold()
+
+    def _hold(self) -> None:
+        """Keep gradients on this rank until the pass ends that runs now, if it does not go through the model's output.
+
+        Passes of the model inside of it, as GradCache makes them, are then sent once, and not each.
+        """
+        if graph_task() >= 0 and self._plug.can_hold and not (self._guard.is_running or self._backward.is_running):
+            held = _Held(self._plug.hold(), self.send)
+            at_end_of_backward(held)
+            self._held = weakref.ref(held)
+            self._guard.enter()
+
+    def send_held(self) -> None:
+        """Send what is held back, inside of the pass at whose end it would be: for an optimizer, or before the end."""
+        held = None if self._held is None else self._held()
+        if held is not None:
+            held()
+
+    def send(self) -> None:
+        """Send what gradients are now."""
+        self._clock.start()
+        self._plug.send()
 
     def _after_forward(self, module: nn.Module, args: tuple[object, ...], output: object) -> None:
         """Record the beginning of backward: only the training script knows it more exactly."""
         if torch.compiler.is_compiling():
             return
-        assert self._plug is not None
-        if not (torch.is_grad_enabled() and self._plug.synchronizes):
+        if not torch.is_grad_enabled():
             return
-        if module.training:
-            self._clock.start()
-        if self._plug.begins_at_output:
-            self._backward.watch(output)
-        assert self._guard is not None
+        self._phase = "the loss"
+        if self._plug.synchronizes:
+            if module.training:
+                self._clock.start()
+            if self._plug.begins_at_output:
+                self._backward.watch(output)
         self._guard.watch(output)
 
     def _forget_broken_off(self) -> None:
         """Forget a backward pass that an exception broke off."""
         if self._began and not self._backward.is_running:
-            assert self._plug is not None
             self._began = False
             self._plug.reset()
             self._clock.reset()
 
     def _before_optimizer(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        """Warn once of gradients that thinwire has not seen since the last step of this optimizer.
+        """Count steps, and warn once of gradients that thinwire has not seen since the last step of this optimizer.
 
-        Those of `no_sync` are local on purpose. An optimizer that has mostly gradients of other models may share a few
-        parameters with this one. An optimizer may step inside of a backward pass, when FSDP has reduced its gradients.
-        ``torch.distributed.checkpoint`` makes the state of a new one by a step with learning rates of zero.
+        Gradients of `no_sync` are local on purpose. An optimizer that has mostly gradients of other models may share a
+        few parameters with this one. An optimizer may step inside of a backward pass, when FSDP has reduced its
+        gradients. ``torch.distributed.checkpoint`` makes the state of a new one by a step with learning rates of zero.
         """
+        self.send_held()
+        self.optimizer_steps += self._taken != self._finished
+        self._taken = self._finished
         last, self._used[optimizer] = self._used.get(optimizer, 0), self._finished
-        if last != self._finished or self.is_local or self._backward.is_running:
+        if last != self._finished or self.is_local or self._backward.is_running or self._has_warned:
             return
         groups: list[dict[str, Any]] = optimizer.param_groups
         if all(float(group.get("lr", 1.0)) == 0.0 for group in groups):
@@ -378,7 +518,7 @@ class Passes:
         used = [parameter for group in groups for parameter in group["params"] if parameter.grad is not None]
         if 2 * sum(parameter in self._structure for parameter in used) <= len(used):
             return
-        self._stop_warning()
+        self._has_warned = True
         model = "DDP model itself (not model.module)" if self._is_ddp else "attached model itself (not a part of it)"
         text = (
             f"thinwire is attached, but {type(optimizer).__name__} uses gradients that it did not synchronize: no"
@@ -389,19 +529,14 @@ class Passes:
         logger.warning(text)
         warnings.warn(text, stacklevel=5)
 
-    def _stop_warning(self) -> None:
-        if self._warning is not None:
-            self._warning.remove()
-            self._warning = None
 
-
-def _refuse_inside_ddp(module: nn.Module) -> None:
+def _refuse_inside_ddp(module: nn.Module, excluded: Container[str]) -> None:
     """Raise for a plain module inside DDP: gradients would travel twice, and stay uncompressed."""
-    ddp = DistributedDataParallel._get_active_ddp_module()
-    if is_replicated(module) or (ddp is not None and _share_parameters(ddp, module)):
+    ddp = active_ddp()
+    if is_replicated(module) or (ddp is not None and _share_parameters(ddp, module, excluded)):
         raise ThinwireError(INSIDE_DDP)
 
 
-def _share_parameters(ddp: DistributedDataParallel, module: nn.Module) -> bool:
-    mine = {id(parameter) for _, parameter in synchronized_parameters(module) if parameter.requires_grad}
+def _share_parameters(ddp: DistributedDataParallel, module: nn.Module, excluded: Container[str]) -> bool:
+    mine = {id(parameter) for _, parameter in synchronized_parameters(module, excluded) if parameter.requires_grad}
     return any(id(parameter) in mine for _, parameter in synchronized_parameters(ddp))

@@ -1,6 +1,6 @@
 """Gradients of embedding tables: their touched rows, their means, and small tables stacked as one.
 
-- `Hook` and `weakly`: hooks that stay behind when their model is copied or saved, and that keep nothing alive.
+- `Hook` and `weak`: hooks that stay behind when their model is copied or saved, and that keep nothing alive.
 - `LookupRows`: the rows of a dense gradient that can be non-zero, known from its lookups, and proven.
 - `TableGradient`: a gradient as rows, and the mean back in the layout of DDP. `StagedTable` is one on a GPU: only its
   non-zero rows go to the host, and only the mean comes back.
@@ -9,15 +9,17 @@
 A synchronization costs a header round and a message for each peer and phase, however small it is. A model with
 26 small tables pays that 26 times a step. Tables whose rows have the same width, dtype and device are one taller
 matrix: the ids of a table are shifted by the rows of those before it, and one synchronization moves them all. Each row
-is still summed over the same ranks, in the same order where the scheme sums in rank order, so the bits are those of
-tables sent alone. Grouping is pure: it depends only on numbers known to all ranks, so that all stack the same.
+is still summed over the same ranks, in the same order where the scheme sums in rank order, so the bits are the
+same as of tables sent alone. Grouping is pure: it depends only on numbers known to all ranks, so all stack the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, is_dataclass
+from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import accumulate, pairwise
 from math import gcd
@@ -30,13 +32,17 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from thinwire import kernels
+from thinwire.comm.c10d import never_compiled
 from thinwire.comm.process_group import Staging
+from thinwire.compress.base import Parameter
+from thinwire.gradients.module import local_of, synchronized_parameters
+from thinwire.gradients.torch_internals import graph_task, hooks_after, hooks_before, saved_indices, version
 from thinwire.observe.step import named
-from thinwire.sparse import Layout, SparseRows
+from thinwire.rows.sparse import Layout, SparseRows
 
 
 class Hook:
-    """A hook of a module that stays behind: copies and files of the module have one that does nothing.
+    """A module hook that is neither copied nor pickled with its module: copies get one that does nothing.
 
     A bound method as a hook carries its object into each copy, with lanes and process groups, which cannot be copied,
     and into each file, which then needs thinwire to be read. The substitute takes any arguments, returns None, and
@@ -63,23 +69,22 @@ class Hook:
     def __name__(self) -> NoReturn:
         """Raise AttributeError for `torch.jit.script`, which compiles the hooks of a module by their names."""
         raise AttributeError(
-            "torch.jit.script compiles the hooks of a module, and those of thinwire cannot be compiled: script the"
+            "torch.jit.script compiles the hooks of a module, and hooks of thinwire cannot be compiled: script the"
             " module before attach, or after Synchronizer.detach()"
         )
 
 
-def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+def weak(method: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that calls a bound method as long as its object lives, and returns None afterwards.
 
-    It is never compiled: a compiled train step would compile the hooks that its backward calls.
     It is for hooks of parameters: objects that hold the parameter would keep it alive, and C++ holds the hooks of
     parameters and buckets out of reach of the garbage collector.
     """
-    weak = WeakMethod(method)
+    method_if_alive = WeakMethod(method)
 
-    @torch.compiler.disable
+    @never_compiled
     def call(*args: Any) -> Any:
-        alive = weak()
+        alive = method_if_alive()
         return None if alive is None else alive(*args)
 
     return call
@@ -116,7 +121,7 @@ class _Lookup:
 
     def produced(self, gradient: Tensor) -> bool:
         """Return whether ``gradient`` is that very tensor, and has not been written to since."""
-        return self.gradient._version == self.version and _share_memory(gradient, self.gradient)
+        return version(self.gradient) == self.version and _share_memory(gradient, self.gradient)
 
     def fold(self, gradient: Tensor) -> Tensor:
         """Return the gradient that arrived, with the further lookups added to it; their rows stay known."""
@@ -126,7 +131,7 @@ class _Lookup:
             total.index_add_(0, ids, rows)
             self.ids.append(ids)
         self.folded = []
-        self.version = self.gradient._version if is_known else -1
+        self.version = version(self.gradient) if is_known else -1
         return total
 
 
@@ -144,7 +149,7 @@ class LookupRows:
     at the parameter, whatever else arrives with it, in place of whole tables on the way there: so the proof holds for
     all of them, and the sum reads a few rows. It is the same sum, of each element in the same order.
 
-    Lookups are those of embedding modules and their subclasses, and of ``F.embedding`` and ``F.embedding_bag`` on any
+    Lookups are calls of embedding modules and their subclasses, and of ``F.embedding`` and ``F.embedding_bag`` on any
     parameter: those that no module announces are found in the graph of the first forward, and from then on in each.
 
     Writes that PyTorch does not count (through ``gradient.data``, or by other libraries in the same memory) cannot be
@@ -155,34 +160,54 @@ class LookupRows:
         module: the module that is trained.
         compressed: ``id()`` of weights that are compressed, so that their rows are not needed.
         is_called: whether the caller has a post-accumulate-gradient hook on each parameter, and calls `settle` in it.
+        waits: whether the hooks wait for `install`; but candidates are looked for in the first forward.
     """
 
-    def __init__(self, module: nn.Module, compressed: Collection[int] = (), is_called: bool = False) -> None:
+    def __init__(
+        self, module: nn.Module, compressed: Collection[int] = (), is_called: bool = False, waits: bool = False
+    ) -> None:
         self._is_called = is_called
         self._pending: dict[tuple[int, int], _Lookup] = {}  # by id() of a parameter kept alive here, and backward pass
         self._known: dict[int, _Lookup] = {}
         self._handles: list[RemovableHandle] = []
         self._folding: set[int] = set()  # parameters with a hook that folds
         self._probes: dict[int, RemovableHandle] = {}  # see `hooks_on_node`
-        self.parameters: list[nn.Parameter] = []
-        self._widths: dict[int, int] = {}  # of rows in flat weights
-        for table in filter(_has_dense_gradient, module.modules()):
-            if id(_weight_of(table)) not in compressed:
-                self._watch(table)
-        tables = {id(parameter) for parameter in self.parameters}
+        self._search: RemovableHandle | None = None
+        self._module = weakref.ref(module)
+        tables = [one for one in module.modules() if _has_dense_gradient(one) and id(_weight_of(one)) not in compressed]
+        self._embeddings = list(map(weakref.ref, tables))
+        weights = {id(_weight_of(table)): _weight_of(table) for table in tables}
+        self.parameters = list(weights.values())
+        self._widths = {id(_weight_of(table)): _flat_width(table) for table in filter(_is_flat, tables)}
         self.candidates = [
-            entry for entry in _bare_tables(module) if id(entry) not in compressed and id(entry) not in tables
+            entry for entry in _bare_tables(module) if id(entry) not in compressed and id(entry) not in weights
         ]
-        self.found: set[int] = set()  # candidates that are looked up, and used in no other way
-        if self._handles or self.candidates:
-            self._handles.append(module.register_forward_pre_hook(Hook(self._before_forward)))
-            self._search: RemovableHandle | None = module.register_forward_hook(Hook(self._after_model))
-            self._handles.append(self._search)
+        self.looked_up: set[int] = set()  # candidates that are looked up, and used in no other way
+        if not waits or self.candidates:
+            self.install()
+
+    def install(self) -> None:
+        """Put the hooks on the module, until `remove`."""
+        module = self._module()
+        if self._handles or module is None or not (self.parameters or self.candidates):
+            return
+        for table in filter(None, (one() for one in self._embeddings)):
+            is_known = _is_flat(table) or type(table) in (nn.Embedding, nn.EmbeddingBag)
+            if is_known and "forward" not in vars(table):
+                self._handles.append(table.register_forward_hook(Hook(self._after_forward), with_kwargs=True))
+            else:
+                self._handles.append(table.register_forward_hook(Hook(self._after_subclass)))
+        for parameter in self.parameters:
+            self._settle_after(parameter)
+        self._handles.append(module.register_forward_pre_hook(Hook(self._before_forward)))
+        self._search = module.register_forward_hook(Hook(self._after_model))
+        self._handles.append(self._search)
 
     def adopt(self, parameters: Sequence[nn.Parameter]) -> None:
         """Take candidates as tables from the next forward on; all ranks take the same."""
         for parameter in parameters:
-            self._take_on(parameter)
+            self.parameters.append(parameter)
+            self._settle_after(parameter)
 
     def take(self, parameter: nn.Parameter, bucket: Tensor | None = None) -> Tensor | None:
         """Return ids (any order, repeated) of all rows that can be non-zero in the gradient just made, or None.
@@ -193,14 +218,14 @@ class LookupRows:
         lookup, gradient = self._known.pop(id(parameter), None), parameter.grad
         if lookup is None or gradient is None:
             return None
-        moved = bucket is not None and lookup.gradient._version == lookup.version and _share_memory(gradient, bucket)
+        moved = bucket is not None and version(lookup.gradient) == lookup.version and _share_memory(gradient, bucket)
         if not (moved or lookup.produced(gradient)):
             return None
         return lookup.ids[0] if len(lookup.ids) == 1 else torch.cat(lookup.ids)
 
     def settle(self, parameter: Tensor) -> None:
         """Note which rows of the gradient that has just been accumulated are known."""
-        lookup = self._pending.pop((id(parameter), torch._C._current_graph_task_id()), None)
+        lookup = self._pending.pop((id(parameter), graph_task()), None)
         self._known.pop(id(parameter), None)
         gradient = parameter.grad
         if lookup is not None and gradient is not None and not self._others(parameter) and lookup.produced(gradient):
@@ -217,6 +242,9 @@ class LookupRows:
             handle.remove()
         self._handles.clear()
         self._probes.clear()
+        self._folding.clear()
+        self._pending.clear()
+        self._known.clear()
 
     def _before_forward(self, module: nn.Module, args: tuple[object, ...]) -> None:
         """Forget the rows of the last backward; a gradient kept for longer may have been edited meanwhile."""
@@ -224,26 +252,12 @@ class LookupRows:
         if torch.compiler.is_compiling():  # nothing becomes known in a compiled forward
             return
         self._known.clear()
-        if torch._C._current_graph_task_id() < 0:  # else checkpointing runs it again, in a backward that needs them
+        if graph_task() < 0:  # else checkpointing runs it again, in a backward that needs them
             self._pending.clear()
 
-    def _watch(self, table: nn.Module) -> None:
-        weight = _weight_of(table)
-        assert isinstance(weight, nn.Parameter)
-        if all(weight is not known for known in self.parameters):
-            self._take_on(weight)
-        is_flat = _is_flat(table)
-        if is_flat:
-            self._widths[id(weight)] = _flat_width(table)
-        if (is_flat or type(table) in (nn.Embedding, nn.EmbeddingBag)) and "forward" not in vars(table):
-            self._handles.append(table.register_forward_hook(Hook(self._after_forward), with_kwargs=True))
-        else:
-            self._handles.append(table.register_forward_hook(Hook(self._after_subclass)))
-
-    def _take_on(self, parameter: nn.Parameter) -> None:
-        self.parameters.append(parameter)
+    def _settle_after(self, parameter: nn.Parameter) -> None:
         if not self._is_called:
-            self._handles.append(parameter.register_post_accumulate_grad_hook(weakly(self.settle)))
+            self._handles.append(parameter.register_post_accumulate_grad_hook(weak(self.settle)))
 
     def _after_forward(self, table: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
         if torch.compiler.is_compiling():  # a graph has no grad_fn: asking for it would break the graph
@@ -279,14 +293,14 @@ class LookupRows:
             if not type(node).__name__.startswith("Embedding"):
                 used_otherwise.add(id(variable))
                 continue
-            self.found.add(id(variable))
+            self.looked_up.add(id(variable))
             if _FOLLOWED in node.metadata:
                 continue
             is_new = True
-            saved = node._raw_saved_indices
-            if getattr(saved, "unpack_hook", saved) is None:  # else reading them runs a checkpoint again
-                self._follow(variable, node, node._saved_indices)
-        self.found -= used_otherwise
+            ids = saved_indices(node)
+            if ids is not None:
+                self._follow(variable, node, ids)
+        self.looked_up -= used_otherwise
         return is_new
 
     def _follow(self, weight: Any, node: Any, ids: Tensor) -> None:
@@ -299,10 +313,10 @@ class LookupRows:
             gradient = made[0]
             if type(gradient) is not Tensor or gradient.layout != torch.strided:  # the memory of a DTensor is another
                 return None
-            key = id(weight), torch._C._current_graph_task_id()
+            key = id(weight), graph_task()
             first = self._pending.get(key)
             if first is None:
-                self._pending[key] = _Lookup([looked_up], gradient.detach(), gradient._version)
+                self._pending[key] = _Lookup([looked_up], gradient.detach(), version(gradient))
             elif len(looked_up) <= MOST_FOLDED * len(gradient) and gradient.ndim == 2 and self._can_fold(weight):
                 rows = looked_up.unique()
                 first.folded.append((rows, gradient.index_select(0, rows)))
@@ -312,24 +326,30 @@ class LookupRows:
         node.register_hook(after_backward)
 
     def _can_fold(self, weight: Tensor) -> bool:
-        """Return whether a hook of ours sees the gradient first that arrives at a weight."""
-        hooks = len(weight._backward_hooks or ())
+        """Return whether a hook of ours sees the gradient first that arrives at a weight.
+
+        Never on a GPU: autograd waits for a node's stream only where a gradient passes, so rows kept for later would
+        race if lookups ran on two streams; distinct ids would make the host wait; and rows are searched for anyway.
+        """
+        if weight.device.type != "cpu":
+            return False
+        hooks = len(hooks_before(weight) or ())
         if id(weight) not in self._folding and not hooks:
             self._folding.add(id(weight))
-            fold = weakly(self._fold)
+            fold = weak(self._fold)
             self._handles.append(weight.register_hook(lambda gradient: fold(id(weight), gradient)))
             hooks = 1
         return id(weight) in self._folding and hooks == 1 and not torch.is_grad_enabled()
 
     def _fold(self, key: int, gradient: Tensor) -> Tensor | None:
-        lookup = self._pending.get((key, torch._C._current_graph_task_id()))
+        lookup = self._pending.get((key, graph_task()))
         return lookup.fold(gradient) if lookup is not None and lookup.folded else None
 
     def _others(self, parameter: Tensor) -> bool:
         """Return whether other hooks could edit the gradient, before or after thinwire's."""
-        before, after = parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)
+        before, after = len(hooks_before(parameter) or ()), len(hooks_after(parameter) or ())
         own = id(parameter) in self._folding
-        return bool(len(after or ()) != 1 or len(before or ()) != own or self.hooks_on_node(parameter) != 1)
+        return bool(after != 1 or before != own or self.hooks_on_node(parameter) != 1)
 
     def hooks_on_node(self, parameter: Tensor) -> int:
         """Return the number of hooks on the node that accumulates the gradient, including one of ours as a probe.
@@ -413,12 +433,35 @@ def tables_of(module: nn.Module) -> list[nn.Parameter]:
     return [weight for weight in weights if isinstance(weight, nn.Parameter)]
 
 
-def has_tables(module: nn.Module, synchronized: Container[int]) -> bool:
-    """Return whether any weight with one of these ``id()`` is an embedding whose gradient is not all-reduced unread."""
-    return any(
-        id(_weight_of(entry)) in synchronized and (_is_sparse(entry) or _has_dense_gradient(entry))
-        for entry in filter(_is_embedding, module.modules())
-    )
+def dense_parameters(
+    model: nn.Module, excluded: Container[str] = (), patterns: Iterable[str] = ()
+) -> tuple[list[Parameter], list[Parameter]]:
+    """Return parameters whose gradients can be compressed, and the others: tables, complex and frozen ones.
+
+    A pattern that names tables with dense gradients, and nothing else, asks for them to be compressed.
+    """
+    tables = {id(table) for table in tables_of(model)}
+    synchronized = list(synchronized_parameters(model, excluded))
+    with_rows = tables - {id(table) for table in sparse_tables_of(model)}
+    for pattern in patterns:
+        named = {id(parameter) for name, parameter in synchronized if fnmatchcase(name, pattern)}
+        tables -= named if named <= with_rows else set()
+    parameters: tuple[list[Parameter], list[Parameter]] = [], []
+    for name, parameter in synchronized:
+        is_other = not parameter.requires_grad or parameter.is_complex() or id(parameter) in tables
+        parameters[is_other].append(Parameter(name, tuple(local_of(parameter).shape), parameter.dtype))
+    return parameters
+
+
+def sparse_tables_of(module: nn.Module) -> list[nn.Parameter]:
+    """Return the weights of embeddings whose gradients are COO tensors."""
+    return [_weight_of(one) for one in module.modules() if _is_embedding(one) and _is_sparse(one)]
+
+
+def table_names(module: nn.Module, names: Mapping[int, str]) -> list[str]:
+    """Return the names of embedding weights whose gradients are not all-reduced unread, of those with a name by id."""
+    tables = [one for one in module.modules() if _is_embedding(one) and (_is_sparse(one) or _has_dense_gradient(one))]
+    return list(dict.fromkeys(names[id(_weight_of(one))] for one in tables if id(_weight_of(one)) in names))
 
 
 def _is_embedding(module: nn.Module) -> bool:
@@ -448,7 +491,7 @@ def lookups_of_features(offsets: Tensor, num_features: int, batch_sizes: list[li
     """Return how many indices each feature looks up in a batch of fbgemm: int64 [num_features].
 
     Args:
-        offsets: where each bag begins among the indices, which are those of the first feature, then of the second...
+        offsets: where each bag begins among the indices, first of the first feature, then of the second...
         batch_sizes: bags of each feature and rank; None if all features have the same number.
     """
     bags = [sum(sizes) for sizes in batch_sizes or ()] or [(offsets.numel() - 1) // num_features] * num_features
@@ -593,9 +636,9 @@ def plan_groups(tables: Sequence[TableShape]) -> tuple[tuple[int, ...], ...]:
         ((0, 2), (1,))
     """
     groups: dict[object, list[int]] = {}
-    for place, table in enumerate(tables):
-        alike = (table.width, table.dtype, table.device) if table.is_small else place
-        groups.setdefault(alike, []).append(place)
+    for index, table in enumerate(tables):
+        alike = (table.width, table.dtype, table.device) if table.is_small else index
+        groups.setdefault(alike, []).append(index)
     return tuple(map(tuple, groups.values()))
 
 
@@ -660,7 +703,7 @@ class StagedTable(TableGradient):
 
     def _read(self) -> SparseRows:
         with named("find"):
-            ids, values = self._summed() if self.gradient.is_sparse else self._found()
+            ids, values = self._summed() if self.gradient.is_sparse else self._looked_up()
             ids, values = self.staging.to_host(ids, values)
             return SparseRows(ids, values, self.layout.num_rows)
 
@@ -671,7 +714,7 @@ class StagedTable(TableGradient):
         values = values.reshape(ids.numel(), self.layout.width)
         return (ids, values) if self.gradient.is_coalesced() else kernels.sum_rows([(ids, values)])
 
-    def _found(self) -> tuple[Tensor, Tensor]:
+    def _looked_up(self) -> tuple[Tensor, Tensor]:
         """Return ids and values of the non-zero rows; only `Staging.to_host` waits for their number."""
         matrix = self._matrix()
         ids, count = kernels.find_rows(matrix, matrix.shape[0])

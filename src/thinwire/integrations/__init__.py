@@ -7,9 +7,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from thinwire.integrations import accelerate, deepspeed, lightning, ray, torchrec, transformers
+    from thinwire.integrations import accelerate, deepspeed, lightning, ray, torchrec, torchtitan, transformers
 
-__all__ = ["accelerate", "deepspeed", "lightning", "ray", "torchrec", "transformers"]
+__all__ = ["accelerate", "deepspeed", "lightning", "ray", "torchrec", "torchtitan", "transformers"]
 
 if not TYPE_CHECKING:  # which would take any name for one of ours
 

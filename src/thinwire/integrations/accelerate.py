@@ -7,11 +7,13 @@ from typing import Any
 from accelerate import Accelerator
 from torch import nn
 
+from thinwire.checkpoint import Checkpointer
+from thinwire.gradients.synchronizer import Synchronizer
 from thinwire.integrations.attachment import Attachment
 
 
 class AcceleratorSync(Attachment):
-    """What `attach` returns. It has all methods of `thinwire.Synchronizer` too, where there are several processes."""
+    """What `attach` returns. It has all methods of what is attached too, where there are several processes."""
 
     def __init__(self, accelerator: Accelerator, model: nn.Module, **options: Any) -> None:
         self._accelerator = accelerator
@@ -19,7 +21,10 @@ class AcceleratorSync(Attachment):
         super().__init__(model, prepare, **{"grad_scaler": accelerator.scaler, **options})
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["synchronizer"], name)
+        synchronizer = self.__dict__.get("synchronizer")
+        if synchronizer is None and hasattr(Synchronizer, name) and not name.startswith("_"):
+            raise AttributeError(f"one process has nothing to synchronize, so there is no Synchronizer and no {name}")
+        return getattr(synchronizer, name) if synchronizer is not None else self.__getattribute__(name)
 
     def log(self, values: dict[str, Any] | None = None, step: int | None = None) -> None:
         """Log values, and the statistics of the steps since the last call, to all trackers of the accelerator.
@@ -30,17 +35,81 @@ class AcceleratorSync(Attachment):
         self._accelerator.log({**(values or {}), **self.per_step()}, step=step)
 
 
+class _Files:
+    """What is registered for checkpointing: hooks know the folder, to which each rank writes its state.
+
+    The custom checkpoint of rank 0 is a note. Earlier versions wrote the states of all ranks there.
+    """
+
+    def __init__(self, accelerator: Accelerator, sync: AcceleratorSync) -> None:
+        self._sync, self._folder = sync, ""
+        accelerator.register_save_state_pre_hook(lambda models, weights, folder: sync.save(folder))
+        accelerator.register_load_state_pre_hook(self._note)
+
+    @property
+    def synchronizer(self) -> Any:
+        return self._sync.synchronizer
+
+    def _note(self, models: list[nn.Module], folder: str) -> None:
+        self._folder = folder
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"files": "thinwire-*.pt"}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if "ranks" in state:
+            self._sync.load_state_dict(state)
+        else:
+            self._sync.load(self._folder)
+
+
+def checkpointer(accelerator: Accelerator, **options: Any) -> Checkpointer:
+    """Return a `thinwire.checkpoint.Checkpointer` of all that the accelerator has prepared or registered.
+
+    That is the model, optimizers, schedulers, the scaler, what ``register_for_checkpointing`` got, and the position in
+    the data of loaders that have a ``state_dict``: ``DataLoaderConfiguration(use_stateful_dataloader=True)``. Call it
+    on all ranks, then ``restore`` before training, and ``step`` after each optimizer step.
+
+    Args:
+        accelerator: the ``Accelerator``, after ``prepare``.
+        options: keyword arguments of `Checkpointer`: ``policy`` and ``storage``.
+
+    Raises:
+        ValueError: there is no prepared model, or more than one; and as `Checkpointer`.
+
+    Example:
+        >>> checkpointer = thinwire.integrations.accelerate.checkpointer(accelerator)           # doctest: +SKIP
+        >>> first = checkpointer.restore() or 0                                                 # doctest: +SKIP
+    """
+    if len(accelerator._models) != 1:
+        raise ValueError(f"{len(accelerator._models)} models are prepared: call accelerator.prepare with one")
+    loaders = [loader for loader in accelerator._dataloaders if getattr(loader, "use_stateful_dataloader", False)]
+    own = [each for each in accelerator._custom_objects if not isinstance(each, _Files)]
+    synchronizers = [each.synchronizer for each in accelerator._custom_objects if isinstance(each, _Files)]
+    return Checkpointer(
+        accelerator._models[0],
+        list(accelerator._optimizers),
+        scheduler=list(accelerator._schedulers),
+        scaler=accelerator.scaler,
+        synchronizer=next(iter(synchronizers), None),
+        data=[*loaders, *own],
+        **options,
+    )
+
+
 def attach(accelerator: Accelerator, model: nn.Module, **options: Any) -> AcceleratorSync:
     """Synchronize the gradients of a prepared model through thinwire, see `thinwire.attach`.
 
-    Its state is saved by ``accelerator.save_state`` and restored by ``load_state``, for all ranks. With fp16 the
+    Its state is saved by ``accelerator.save_state`` and restored by ``load_state``, in a file a rank. With fp16 the
     accelerator's scaler is passed on. ``accumulate`` and ``clip_grad_norm_`` work as before. In one process it does
-    nothing. Call it on all ranks.
+    nothing. Call it on all ranks. With ``outer=`` and ``optimizer=`` ranks train apart: then evaluate and save inside
+    of ``sync.global_parameters()``, and call ``sync.synchronize()`` at the end.
 
     Args:
         accelerator: the ``Accelerator``.
         model: what ``accelerator.prepare`` returned.
-        options: keyword arguments of `thinwire.attach`, such as ``compress``.
+        options: keyword arguments of `thinwire.attach`, such as ``dense``; or ``outer``, a recipe of `thinwire.outer`,
+            with those of `thinwire.outer.attach`.
 
     Raises:
         ValueError: a model that is not prepared; and as `thinwire.attach`.
@@ -50,5 +119,5 @@ def attach(accelerator: Accelerator, model: nn.Module, **options: Any) -> Accele
         >>> sync = thinwire.integrations.accelerate.attach(accelerator, model)           # doctest: +SKIP
     """
     sync = AcceleratorSync(accelerator, model, **options)
-    accelerator.register_for_checkpointing(sync)
+    accelerator.register_for_checkpointing(_Files(accelerator, sync))
     return sync

@@ -1,20 +1,29 @@
-"""What each trainer needs of a `Synchronizer`: nothing on one rank, statistics per step, one state of all ranks."""
+"""What each trainer needs of what is attached: nothing on one rank, statistics per step, states of all ranks."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.attach import attach
-from thinwire.gradients.model import is_sharded
-from thinwire.synchronizer import Synchronizer
+from thinwire.gradients.module import is_sharded
+from thinwire.gradients.synchronizer import Synchronizer
+from thinwire.outer import OuterLoop, OuterRecipe
+from thinwire.outer import attach as attach_outer
 
 logger = logging.getLogger("thinwire")
+
+STATE = "thinwire.pt"
+"""File with the states of all ranks in checkpoints of earlier versions, which is still read."""
 
 PER_STEP = {
     "comm/bytes_sent_per_step": ("comm/bytes_sent", 1.0),
@@ -22,35 +31,41 @@ PER_STEP = {
     "comm/ms_per_step": ("comm/seconds", 1e3),
     "comm/exposed_ms_per_step": ("comm/exposed_seconds", 1e3),
 }
-"""Statistics of a step by the total that they are a difference of, and their unit."""
+"""Statistics of an optimizer's step by the total that they are a difference of, and their unit."""
 
 
 class Attachment:
-    """A synchronizer of the model that a trainer has wrapped, or none where there is one process.
+    """A synchronizer or an outer loop of the model that a trainer has wrapped, or none where there is one process.
 
     Args:
-        model: the model as the trainer calls it: a `DistributedDataParallel`, a sharded model, or a wrapper of one.
+        model: the model as the trainer calls it: a `DistributedDataParallel`, a sharded model, or its wrapper.
         instead: what to write if the model is neither; it ends the message of the error.
-        options: keyword arguments of `thinwire.attach`.
+        outer: a recipe, with which the ranks train apart; None to average gradients in every step.
+        options: keyword arguments of `thinwire.attach`, or of `thinwire.outer.attach`, and then ``total_steps``, the
+            steps of the whole training if they are known, for a warning if it has few rounds.
 
     Attributes:
-        synchronizer: the `thinwire.Synchronizer`; None where there is one process.
+        synchronizer: the `thinwire.Synchronizer` or `thinwire.outer.OuterLoop`; None where there is one process.
 
     Raises:
-        ValueError: there are several processes, and the trainer has not wrapped the model; ``outer``, which takes ranks
-            that train alone; and as `thinwire.attach`.
+        ValueError: there are several processes, and the trainer has not wrapped the model; and as `thinwire.attach`.
     """
 
-    def __init__(self, model: nn.Module, instead: str, **options: Any) -> None:
-        self.synchronizer: Synchronizer | None = None
-        if options.get("outer") is not None:
-            raise ValueError("outer= is for ranks that train alone, and trainers average gradients over all ranks")
+    def __init__(self, model: nn.Module, instead: str, outer: OuterRecipe | None = None, **options: Any) -> None:
+        self.synchronizer: Synchronizer | OuterLoop | None = None
+        self._undo = ExitStack()
         if not dist.is_initialized() or dist.get_world_size() == 1:
             logger.info("one process has nothing to synchronize: thinwire does nothing")
         elif not any(isinstance(part, DistributedDataParallel) or is_sharded(part) for part in model.modules()):
             raise ValueError(f"{type(model).__name__} is not wrapped in DistributedDataParallel or FSDP2: {instead}")
-        else:
+        elif outer is None:
             self.synchronizer = attach(model, **options)
+        else:
+            options.pop("grad_scaler", None)  # an outer loop sees which steps the scaler skips
+            warning = outer.few_rounds(options.pop("total_steps", 0))
+            self.synchronizer = attach_outer(model, options.pop("optimizer", None), outer, **options)
+            if warning and dist.get_rank() == 0:
+                logger.warning(warning)
         self._last = self.stats()
 
     def stats(self) -> dict[str, float]:
@@ -58,35 +73,98 @@ class Attachment:
         return {} if self.synchronizer is None else self.synchronizer.stats()
 
     def per_step(self) -> dict[str, float]:
-        """Return means of the steps since the last call: bytes and milliseconds. Nothing if there were no steps."""
-        last, self._last = self._last, self.stats()
-        steps = self._last.get("comm/steps", 0.0) - last.get("comm/steps", 0.0)
+        """Return means of the optimizer's steps since the last result: bytes and milliseconds. Nothing without a step.
+
+        A step has several backward passes where gradients are cached or accumulated in synchronized passes.
+        """
+        now, last = self.stats(), self._last
+        steps = now.get("comm/optimizer_steps", 0.0) - last.get("comm/optimizer_steps", 0.0)
         if steps <= 0:
             return {}
-        return {name: (self._last[of] - last[of]) * unit / steps for name, (of, unit) in PER_STEP.items()}
+        self._last = now
+        return {name: (now[of] - last[of]) * unit / steps for name, (of, unit) in PER_STEP.items()}
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the states of all ranks on rank 0, which writes them. All ranks call it."""
-        return {} if self.synchronizer is None else self.synchronizer.gathered().state_dict()
+    def replace(self, trainer: Any, name: str, method: Callable[..., Any]) -> None:
+        """Call ``method`` with a method of a trainer and its arguments, in place of that, until `detach`."""
+        stock = getattr(trainer, name)
+        setattr(trainer, name, partial(method, stock))
+        self._undo.callback(setattr, trainer, name, stock)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the states of all ranks from what rank 0 read; all ranks call it.
+    def share(self, trainer: Any, name: str) -> None:
+        """Have a method of a trainer see the parameters that the ranks of an outer loop share, until `detach`."""
 
-        Other ranks may pass anything: the disk of another node may not have the file that rank 0 wrote. A checkpoint of
-        one process, or one from before thinwire was attached, has no state, and a log line says so.
+        def shared(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            with self.global_parameters():
+                return method(*args, **kwargs)
+
+        if isinstance(self.synchronizer, OuterLoop):
+            self.replace(trainer, name, shared)
+
+    def global_parameters(self) -> AbstractContextManager[None]:
+        """Return a context in which the model has the parameters that all ranks share, as `OuterLoop` has it."""
+        return self.synchronizer.global_parameters() if isinstance(self.synchronizer, OuterLoop) else nullcontext()
+
+    def synchronize(self) -> None:
+        """End the rounds of an outer loop, so that all ranks have the same parameters; on all ranks."""
+        if isinstance(self.synchronizer, OuterLoop):
+            self.synchronizer.synchronize()
+
+    def end(self) -> None:
+        """Call `synchronize` and `detach` at the end of a training."""
+        self.synchronize()
+        self.detach()
+        self.synchronizer = None
+
+    def save(self, folder: str | Path) -> None:
+        """Write the state of each rank to a file of its own, ``thinwire-00003.pt`` on rank 3. All ranks call it.
+
+        The files of all ranks are complete when it returns.
+        """
+        if self.synchronizer is not None:
+            self.synchronizer.gathered().save_files(folder)
+
+    def load(self, folder: str | Path | None) -> None:
+        """Restore what `save` wrote; all ranks call it. Each reads its own file.
+
+        A checkpoint of one process, or one from before thinwire was attached, has no state, and a log line says so.
+
+        Args:
+            folder: that of the checkpoint, which ranks may have on disks of their own; None where there is none.
+
+        Raises:
+            ValueError: some ranks have no file, or cannot restore what is in it; on all ranks, and none has restored
+                its state.
         """
         if self.synchronizer is None:
             return
-        gathered = self.synchronizer.gathered()
-        state = gathered.of_rank_0(state)
-        if state:
-            gathered.load_state_dict(state)
-        else:
+        if self.synchronizer.gathered().load_files(folder):
+            self._last = self.stats()
+            return
+        old = Path(str(folder)) / STATE
+        is_read = folder is not None and dist.get_rank() == 0 and old.is_file()
+        self.load_state_dict(torch.load(old, weights_only=True) if is_read else {})
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of all ranks on rank 0, which writes them, for trainers with a single file.
+
+        All ranks call it.
+        """
+        return {} if self.synchronizer is None else self.synchronizer.gathered().state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the states of all ranks from what rank 0 read, which sends each rank its own; all ranks call it.
+
+        Other ranks may pass anything: the disk of another node may not have the file that rank 0 wrote.
+        """
+        if self.synchronizer is None:
+            return
+        if not self.synchronizer.gathered().load_of_rank_0(state):
             logger.warning("the checkpoint has no state of thinwire: it starts as in a new training")
         self._last = self.stats()
 
     def detach(self) -> None:
         """Remove all hooks, on all ranks: the model is as the trainer wrapped it."""
+        self._undo.close()
         if self.synchronizer is not None:
             self.synchronizer.detach()
 

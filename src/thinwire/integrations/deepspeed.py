@@ -14,7 +14,7 @@ from torch import nn
 
 from thinwire.attach import attach as attach_model
 from thinwire.checkpoint import Checkpointer
-from thinwire.synchronizer import Synchronizer
+from thinwire.gradients.synchronizer import Synchronizer
 
 COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
@@ -28,7 +28,7 @@ def checkpointer(engine: Any, **options: Any) -> Checkpointer:
 
     Args:
         engine: what ``deepspeed.initialize`` returned first, of ZeRO stage 0, 1 or 2.
-        options: other arguments of `Checkpointer`.
+        options: other arguments of `Checkpointer`, such as ``policy`` and ``storage``.
 
     Raises:
         ValueError: an engine of stage 3; and as `Checkpointer`.

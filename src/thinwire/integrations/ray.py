@@ -27,7 +27,8 @@ def prepare_model(model: nn.Module, prepare: dict[str, Any] | None = None, **opt
     Args:
         model: the plain module.
         prepare: keyword arguments of ``ray.train.torch.prepare_model``.
-        options: keyword arguments of `thinwire.attach`.
+        options: keyword arguments of `thinwire.attach`; or ``outer``, a recipe of `thinwire.outer`, with ``optimizer``
+            and what else `thinwire.outer.attach` takes.
 
     Returns:
         the model to call, and its synchronizer.

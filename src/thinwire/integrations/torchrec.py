@@ -16,28 +16,35 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.attach import attach as attach_model
 from thinwire.comm.process_group import ring_all_reduce_bytes
 from thinwire.errors import ThinwireError
+from thinwire.gradients.synchronizer import Attached, Synchronizer
 from thinwire.gradients.tables import lookups_of_features
-from thinwire.synchronizer import Synchronizer
+from thinwire.outer import OuterLoop, OuterRecipe, local_sgd
+from thinwire.outer import attach as attach_outer
 
 logger = logging.getLogger("thinwire")
 
 
-def attach(model: Any, **options: Any) -> DmpSynchronizer:
+def attach(model: Any, outer: OuterRecipe | None = None, compress: Any = None, **options: Any) -> DmpSynchronizer:
     """Synchronize a `DistributedModelParallel` or `DMPCollection` through thinwire; all ranks call it.
 
-    Gradients of replicated tables travel as rows. Sharded tables are left alone, and those of a `DMPCollection` are
+    Gradients of replicated tables travel as rows. Sharded tables are left alone, and tables of a `DMPCollection` are
     averaged by ``sync()`` in the rows that any replica touched since the last one, with the optimizer's state. The
     first ``sync()``, and each after somebody else wrote to a table (``load_state_dict``), averages whole tables.
 
+    With ``outer`` or ``compress`` a ``sync()`` is an inner step of an outer loop over the replicas of each table.
+
     Args:
         model: a `DistributedModelParallel` whose data parallelism is initialized.
-        options: keyword arguments of `thinwire.attach`. ``scheme`` and ``timeout`` are for replicated tables too, all
+        outer: a recipe of `thinwire.outer`, such as ``diloco(every=8)``, by which replicas of tables are averaged; each
+            keeps the state of its own fused optimizer. With ``compress`` alone it is ``local_sgd(every=1)``.
+        compress: a compressor of the differences of tables, which has a memory; by default they travel as rows.
+        options: keyword arguments of `thinwire.attach`. ``rows`` and ``timeout`` are for replicated tables too, all
             others for dense parameters only.
 
     Raises:
@@ -50,22 +57,28 @@ def attach(model: Any, **options: Any) -> DmpSynchronizer:
         >>> loss.backward(); optimizer.step(); model.sync()                             # doctest: +SKIP
     """
     if not hasattr(model, "_dmp_wrapped_module"):
-        raise ValueError(
-            f"{type(model).__name__} is no DistributedModelParallel of torchrec: use thinwire.attach(model)"
-        )
+        raise ValueError(f"{type(model).__name__} is no DistributedModelParallel: use thinwire.attach(model)")
     models = dict(_data_parallel(model))
     replicas = ReplicaSync(model) if hasattr(model, "sync") else None
+    recipe = local_sgd(every=1) if outer is None and compress is not None else outer
+    if replicas is None and recipe is not None:
+        raise ValueError("outer= and compress= are for the replicas of a DMPCollection: leave them out")
     if not models and replicas is None:
         raise ValueError(
             "all parameters of this DistributedModelParallel are sharded, so no gradient is synchronized; with"
             " init_data_parallel=False call model.init_data_parallel() before attach"
         )
-    parts: dict[str, Synchronizer] = {}
-    of_tables = {name: value for name, value in options.items() if name in ("scheme", "timeout")}
+    parts: dict[str, Attached] = {}
+    of_tables = {name: value for name, value in options.items() if name in ("rows", "timeout")}
     with ExitStack() as undo:
         for name, ddp in models.items():
             parts[name] = attach_model(ddp, **(of_tables if name else options))
             undo.callback(parts[name].detach)
+        if replicas is not None and recipe is not None:
+            of_loops = of_tables if compress is None else {**of_tables, "dense": compress}
+            for name, loop in replicas.loops(recipe, of_loops):
+                parts[name] = loop
+                undo.callback(loop.detach)
         if replicas is not None:
             replicas.start()
         undo.pop_all()
@@ -75,24 +88,25 @@ def attach(model: Any, **options: Any) -> DmpSynchronizer:
 
 
 def _data_parallel(model: Any) -> Iterator[tuple[str, DistributedDataParallel]]:
-    """Yield the DDP of dense parameters by the name "", and those of replicated tables, which are in plain lists."""
+    """Yield the DDP of dense parameters by the name "", and each DDP of replicated tables, which are in plain lists."""
     if isinstance(model._dmp_wrapped_module, DistributedDataParallel):
         yield "", model._dmp_wrapped_module
     for name, module in model.module.named_modules():
-        for place, lookup in enumerate(getattr(module, "_lookups", ())):
+        for index, lookup in enumerate(getattr(module, "_lookups", ())):
             if isinstance(lookup, DistributedDataParallel):
-                yield f"{name}._lookups.{place}", lookup
+                yield f"{name}._lookups.{index}", lookup
 
 
 class DmpSynchronizer:
     """The synchronizations of one model: of its dense parameters, of replicated tables, and of replicas.
 
     Args:
-        parts: by the name of the module of TorchRec that has a DDP of its own; "" for dense parameters.
+        parts: by the name of the module of TorchRec that has a DDP of its own; "" for dense parameters; and outer loops
+            of replicas.
         replicas: replicas of sharded tables, or None without 2D parallelism.
     """
 
-    def __init__(self, parts: dict[str, Synchronizer], replicas: ReplicaSync | None) -> None:
+    def __init__(self, parts: dict[str, Attached], replicas: ReplicaSync | None) -> None:
         self.parts, self.replicas = parts, replicas
 
     def stats(self) -> dict[str, float]:
@@ -100,7 +114,8 @@ class DmpSynchronizer:
         total: dict[str, float] = {} if self.replicas is None else self.replicas.stats()
         for part in self.parts.values():
             for name, value in part.stats().items():
-                total[name] = max(total.get(name, 0.0), value) if name == "comm/steps" else total.get(name, 0.0) + value
+                is_count = name in ("comm/steps", "comm/optimizer_steps")
+                total[name] = max(total.get(name, 0.0), value) if is_count else total.get(name, 0.0) + value
         return total
 
     def table(self) -> list[dict[str, str | int | float]]:
@@ -116,8 +131,15 @@ class DmpSynchronizer:
         """Accumulate gradients of backward passes inside locally."""
         with ExitStack() as stack:
             for part in self.parts.values():
-                stack.enter_context(part.no_sync())
+                if isinstance(part, Synchronizer):
+                    stack.enter_context(part.no_sync())
             yield
+
+    def synchronize(self) -> None:
+        """End the rounds of outer loops, so that all replicas are alike; on all ranks."""
+        for part in self.parts.values():
+            if isinstance(part, OuterLoop):
+                part.synchronize()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of all parts, see `Synchronizer.state_dict`. Replicas have none: call ``sync()`` before."""
@@ -181,26 +203,20 @@ class ReplicaSync:
 
     def __init__(self, model: Any) -> None:
         self._model = model
+        self._steps: dict[int, torch.optim.Optimizer] = {}  # of outer loops, by id() of the first table
         self._tables: dict[int, _Replicated] = {}  # by id() of weights and states, which the model keeps
         self._hooks: list[Any] = []
         self._sent_bytes = self._dense_bytes = self._rows = 0
         try:
-            contexts, taken = (
-                model._ctxs,
-                model._custom_all_reduce or model._all_reduce_hook or model._use_sharded_relay,
-            )
-            model.set_all_reduce_hook  # noqa: B018
+            taken = model._custom_all_reduce or model._all_reduce_hook or model._use_sharded_relay
+            contexts, _ = model._ctxs, model.set_all_reduce_hook
         except AttributeError as error:
             raise ThinwireError(f"thinwire reads DMPCollection as it is in torchrec 1.9; here, {error}") from error
         if taken:
-            raise ValueError(
-                "this DMPCollection has an all-reduce of its own (custom_all_reduce, hook, relay): leave it out"
-            )
+            raise ValueError("this DMPCollection has an all-reduce of its own (custom, hook, relay): leave it out")
         for context in contexts:
             if context.hash_zch_modules or context.sharding_strategy.name == "FULLY_SHARDED":
-                raise ValueError(
-                    "DMPCollection with FULLY_SHARDED or zero-collision hashing has no whole tables to average"
-                )
+                raise ValueError("with FULLY_SHARDED or zero-collision hashing there are no whole tables to average")
             self._add(context)
 
     def _add(self, context: Any) -> None:
@@ -215,10 +231,24 @@ class ReplicaSync:
                 self._tables[id(table.weight)] = self._tables[id(table.state)] = table
             self._hooks.append((kernel, touched))
 
+    def loops(self, recipe: OuterRecipe, options: dict[str, Any]) -> Iterator[tuple[str, OuterLoop]]:
+        """Begin outer loops of the tables of each group of replicas and dtype, whose steps are calls of ``sync()``."""
+        if recipe.in_background:
+            raise ValueError("fused optimizers write to tables at any time: take outer=diloco(..., delay=1) instead")
+        for number, context in enumerate(self._model._ctxs):
+            for dtype, weights in context.weights_by_dtype.items():
+                model = nn.ModuleList(nn.Embedding.from_pretrained(weight, freeze=False) for weight in weights)
+                if "dense" in options:  # compressed, and not sent as rows
+                    model = nn.ParameterList(table.weight for table in model)
+                model.steps = count = nn.Parameter(weights[0].new_zeros(1))  # fused optimizers train all others
+                self._steps[id(weights[0])] = steps = torch.optim.SGD([count], 0.0)
+                loop = attach_outer(model, steps, recipe, process_group=context.replica_pg, **options)
+                yield f"replicas {number} {dtype}", loop
+
     def start(self) -> None:
-        """Average touched rows from the next ``sync()`` on."""
-        self._hooks = [_recorded(kernel, touched) for kernel, touched in self._hooks]
-        self._model.set_all_reduce_hook(self._average)
+        """Average touched rows from the next ``sync()`` on, or have outer loops count it."""
+        self._hooks = [_recorded(kernel, touched) for kernel, touched in self._hooks if not self._steps]
+        self._model.set_all_reduce_hook(self._count if self._steps else self._average)
 
     def stop(self) -> None:
         """Return ``sync()`` to whole tables."""
@@ -263,6 +293,11 @@ class ReplicaSync:
             table.versions = (table.weight._version, table.state._version)
         self._rows += sum(map(len, rows))
         self._dense_bytes += sum(ring_all_reduce_bytes(tensor.nbytes, group.size()) for tensor in tensors)
+
+    def _count(self, group: dist.ProcessGroup, tensors: list[Tensor]) -> None:
+        """Count a ``sync()`` of weights; states of optimizers stay those of each replica."""
+        if id(tensors[0]) in self._steps:
+            self._steps[id(tensors[0])].step()
 
     def _mean(self, group: dist.ProcessGroup, tensor: Tensor) -> None:
         tensor /= group.size()  # before the sum, as DDP does: a sum of float16 could overflow

@@ -2,33 +2,32 @@
 
 from __future__ import annotations
 
-import gc
-import logging
-from pathlib import Path
+import inspect
+from collections.abc import Callable
 from typing import Any
 
-import torch
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer import TRAINER_STATE_NAME
+from transformers import Trainer, TrainerCallback, TrainerState
 
+from thinwire.gradients.synchronizer import Synchronizer
 from thinwire.integrations.attachment import Attachment, one_of_its_kind
-from thinwire.synchronizer import Synchronizer
+from thinwire.integrations.checkpoints import Kept
+from thinwire.outer import OuterLoop
 
-logger = logging.getLogger("thinwire")
-
-STATE = "thinwire.pt"
-"""Name of the file beside ``optimizer.pt`` in a checkpoint. Rank 0 writes it, reads it, and sends it to the others."""
+_COUNTERS = ("global_step", "epoch", "total_flos", "num_input_tokens_seen", "best_metric", "best_global_step")
 
 
 class ThinwireCallback(TrainerCallback):
     """Synchronize the gradients of a `Trainer` through thinwire while it trains, see `thinwire.attach`.
 
     It attaches to the model that the trainer has wrapped, logs the bytes and milliseconds of a step with each loss
-    (so that TensorBoard, W&B and ``log_history`` have them), saves its state in the trainer's checkpoints, resumes
-    from it, and detaches at the end of the training. In one process it does nothing.
+    (so that TensorBoard, W&B and ``log_history`` have them), saves the state of each rank in the trainer's checkpoints
+    (``thinwire-00003.pt``, as the trainer does with ``rng_state_3.pth``), resumes from it, and detaches at the end of
+    the training. In one process it does nothing. With ``outer=`` ranks train apart; evaluation and the model of a
+    checkpoint then have the parameters that all of them share.
 
     Args:
-        options: keyword arguments of `thinwire.attach`, such as ``compress``.
+        options: keyword arguments of `thinwire.attach`, such as ``dense``; or ``outer``, a recipe of `thinwire.outer`,
+            with those of `thinwire.outer.attach`.
 
     Attributes:
         attachment: while it trains, the `thinwire.integrations.attachment.Attachment`.
@@ -44,87 +43,134 @@ class ThinwireCallback(TrainerCallback):
     def __init__(self, **options: Any) -> None:
         self.options = options
         self.attachment: Attachment | None = None
-        self._folder = Path()
 
     @property
-    def synchronizer(self) -> Synchronizer | None:
-        """The `thinwire.Synchronizer` while the model is trained by several processes; None otherwise."""
+    def synchronizer(self) -> Synchronizer | OuterLoop | None:
+        """What is attached while the model is trained by several processes; None otherwise."""
         return None if self.attachment is None else self.attachment.synchronizer
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        if self.attachment is not None:  # a training that ended with an error
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        if self.attachment is not None:  # of a training that ended with an error
             self.attachment.detach()
-        trainer = _trainer_of(self, state)
+        trainer, resumed = _training_of(self, state)
         callbacks = trainer.callback_handler.callbacks
         one_of_its_kind(self, callbacks)
         callbacks.remove(self)
         callbacks.insert(0, self)  # before the loggers, which see what it adds
         options = {"grad_scaler": trainer.accelerator.scaler, **self.options}
+        if "outer" in options:
+            options.setdefault("optimizer", trainer.optimizer)
+            options["total_steps"] = state.max_steps
         self.attachment = Attachment(trainer.model_wrapped, "the Trainer trains it by another engine", **options)
-        self._folder = Path(trainer._get_output_dir(trainer._trial))  # that of a trial in a hyperparameter search
+        self.attachment.replace(trainer, "_save_rng_state", self._save)
+        for name in ("_evaluate", "_save_checkpoint"):
+            self.attachment.share(trainer, name)
+        if "outer" in options:
+            self.attachment.replace(trainer, "_load_best_model", self._load_best_model)
         if state.global_step > 0 and self.synchronizer is not None:
-            self.attachment.load_state_dict(_saved(args, state, self._folder) if args.process_index == 0 else {})
+            self.attachment.load(resumed)
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, float] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        if self.attachment is not None and logs is not None and "loss" in logs:  # not those of an evaluation
+    def _save(self, save_rng_state: Callable[[str], None], output_dir: str) -> None:
+        """Save where the trainer writes the random state of each rank: ``on_save`` comes after a push to the Hub.
+
+        In a hyperparameter search that is the folder of the trial. With ``save_only_model`` nothing is written.
+        """
+        save_rng_state(output_dir)
+        if self.attachment is not None:
+            self.attachment.save(output_dir)
+
+    def _load_best_model(self, load: Callable[[], None]) -> None:
+        """End an outer loop before: its rounds would take what is loaded for training."""
+        self.on_train_end()
+        load()
+
+    def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if self.attachment is not None and logs is not None and "loss" in logs:  # not the logs of an evaluation
             added = self.attachment.per_step()
             logs.update(added)
             state.log_history[-1].update(added)
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if self.attachment is None or self.attachment.synchronizer is None or args.save_only_model:
-            return
-        states = self.attachment.state_dict()
-        if args.process_index == 0:  # with save_on_each_node others save too, but have no states
-            torch.save(states, _checkpoint(self._folder, state) / STATE)
-
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         if self.attachment is not None:
-            self.attachment.detach()
+            self.attachment.end()
             self.attachment = None
 
 
-def _trainer_of(callback: TrainerCallback, state: TrainerState) -> Trainer:
-    """Return the trainer that trains now. Callbacks are handed the model without its wrapper, and no trainer.
+class CheckpointCallback(TrainerCallback):
+    """Keep the state of a `Trainer` in the memory of hosts while it trains, see `thinwire.checkpoint.Checkpointer`.
 
-    Several trainers may have the same callback; a state belongs to one.
+    A training that starts again goes on after the newest step that is kept, in the middle of an epoch too, and with the
+    batches that come next: the trainer skips the others, as when it resumes from a directory. Losses that were logged
+    before are not in ``log_history``. Without anything kept, ``resume_from_checkpoint`` counts.
+
+    Args:
+        options: keyword arguments of `Checkpointer`: ``policy`` and ``storage``.
+
+    Attributes:
+        kept: while it trains, the `thinwire.integrations.checkpoints.Kept`.
+
+    Example:
+        >>> Trainer(model, args, train_dataset=data, callbacks=[CheckpointCallback()]).train()      # doctest: +SKIP
     """
-    for trainer in (value for value in gc.get_objects() if issubclass(type(value), Trainer)):
-        handler = getattr(trainer, "callback_handler", None)  # None where the constructor failed
-        if handler is not None and callback in handler.callbacks and trainer.state is state:
-            return trainer
-    raise ValueError("no Trainer has this ThinwireCallback: pass it as Trainer(..., callbacks=[ThinwireCallback()])")
+
+    def __init__(self, **options: Any) -> None:
+        self.options = options
+        self.kept: Kept | None = None
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        trainer, _ = _training_of(self, state)
+        parts = {"scheduler": trainer.lr_scheduler, "scaler": trainer.accelerator.scaler, **self.options}
+
+        def read() -> dict[str, Any]:
+            return {name: getattr(trainer.state, name) for name in _COUNTERS}
+
+        self.kept = Kept(trainer.model_wrapped, trainer.optimizer, read, **parts)
+        if self.kept.counters is not None:
+            for name, value in self.kept.counters.items():
+                setattr(state, name, value)
+            trainer._globalstep_last_logged = trainer._initial_global_step = state.global_step
+            _resume_from(self.kept, trainer, state.global_step)
+
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        if self.kept is not None:
+            self.kept.checkpointer.step()
+
+    def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        if self.kept is not None:
+            self.kept.close()
+            self.kept = None
 
 
-def _checkpoint(folder: Path, state: TrainerState) -> Path:
-    return folder / f"checkpoint-{state.global_step}"
+def _resume_from(kept: Kept, trainer: Trainer, steps: int) -> None:
+    """Have the trainer pass over whole epochs, and over the first batches of the next one, as when it resumes."""
+    run_epoch, load_random = trainer._run_epoch, trainer._load_rng_state
+
+    def run(**options: Any) -> None:
+        first, done = divmod(steps, options["num_update_steps_per_epoch"])
+        if options["epoch"] < first:
+            return
+        batches = done * trainer.args.gradient_accumulation_steps
+        resumed = {"epochs_trained": first, "steps_trained_in_current_epoch": batches, "resume_from_checkpoint": ""}
+        trainer._run_epoch, trainer._load_rng_state = run_epoch, kept.restore_random
+        try:
+            run_epoch(**{**options, **resumed})
+        finally:
+            trainer._load_rng_state = load_random
+
+    trainer._run_epoch = run
 
 
-def _saved(args: TrainingArguments, state: TrainerState, output: Path) -> dict[str, Any]:
-    """Return what is in the checkpoint that the trainer resumes from; nothing, and a warning, if it cannot be found.
+def _training_of(callback: TrainerCallback, state: TrainerState) -> tuple[Trainer, str | None]:
+    """Return the trainer that calls the callback, and the checkpoint that it resumes from.
 
-    Its path is an argument of ``Trainer.train``, which callbacks do not see: the history of losses tells whether a
-    checkpoint is the one.
+    They are in the stack: no argument leads to the trainer, to the wrapped model, or to the argument of ``train``.
     """
-    for folder in (Path(str(args.resume_from_checkpoint)), _checkpoint(output, state)):
-        history = folder / TRAINER_STATE_NAME
-        is_there = (folder / STATE).is_file() and history.is_file()
-        if is_there and TrainerState.load_from_json(str(history)).log_history == state.log_history:
-            found: dict[str, Any] = torch.load(folder / STATE, weights_only=True)
-            return found
-    logger.warning(
-        "the training resumes without the state of thinwire: no %s of it in %s. If that is another folder, pass"
-        " TrainingArguments(resume_from_checkpoint=...) too", STATE, folder,
-    )  # fmt: skip
-    return {}
+    frame = inspect.currentframe()
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        is_training = isinstance(caller, Trainer) and getattr(caller, "state", None) is state
+        if is_training and callback in caller.callback_handler.callbacks:
+            return caller, frame.f_locals.get("resume_from_checkpoint")
+        frame = frame.f_back
+    name = type(callback).__name__
+    raise ValueError(f"no Trainer has this {name}: pass it as Trainer(..., callbacks=[{name}()])")

@@ -10,12 +10,4 @@ from thinwire.kernels.reference.select import Moments
 from thinwire.kernels.registry import *
 from thinwire.kernels.warm import warm_up
 
-__all__ = [
-    "Moments",
-    "elias_fano_bytes",
-    "packed_codes_bytes",
-    "stack_starts",
-    "using",
-    "warm_up",
-    *KERNELS,
-]
+__all__ = ["Moments", "elias_fano_bytes", "packed_codes_bytes", "stack_starts", "using", "warm_up", *KERNELS]

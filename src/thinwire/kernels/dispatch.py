@@ -9,23 +9,23 @@ other. CUDA tensors go to the Triton twin, unless ``reference`` is forced, Trito
 it; then to the reference on the GPU, codes through the host.
 
 Kernels are compiled once a machine, by one process in the background; until one is ready, its reference runs. Forced,
-it is compiled at the first call. numba needs 16 s of a processor for all kernels and holds the GIL meanwhile. When each
+it is compiled at the first call. numba needs 33 s of a processor for all kernels and holds the GIL meanwhile. When each
 rank did that in its first backward pass, the ranks of a host all compiled the same, on the cores that train: for
-minutes. Beside numba's cache lies a list of the kernels in it, and a lock, held by the process that compiles. The lock
-ends with that process, so another one takes over from one that was killed.
+minutes. With the machine code lies a list of the kernels whose code is complete. Locks say who compiles what: one for
+the process in the background, and one for each kernel, so that processes which wait for all kernels share the work.
+They save work only; code of two processes cannot be mixed up (`thinwire.kernels.jit.MachineCode`). A lock ends with its
+process, so another one takes over from one that was killed.
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import logging
 import os
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial, wraps
@@ -37,33 +37,26 @@ from typing import IO, Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from thinwire.kernels.jit import cache_directory, describe_target
-from thinwire.kernels.reference import codes as reference_codes
-from thinwire.kernels.reference import floats as reference_floats
+from thinwire.kernels.jit import code_directory, release_lock, remove_old, take_lock
 from thinwire.kernels.samples import Sample, once
 from thinwire.observe.step import Name, ranged
 
-try:
-    import fcntl
-except ImportError:  # on Windows, where processes that start together may compile the same
-    fcntl = None
-
-NICENESS = 2
-"""Niceness of the process in the background; low, since ranks are faster once it is done: at 5 it took 86 s, not 57."""
 LOOK_SECONDS = 0.2
-_COMMAND = "from thinwire.kernels.warm import compile_beside_training; compile_beside_training()"
+COMPILE = "import sys; from thinwire.kernels.warm import compile_alone; compile_alone(sys.argv[1], sys.argv[2:])"
+# In the background a little nicer than ranks, since these are faster once it is done: by 5 in 86 s, by 2 in 57 s.
+_COMMAND = f"import os; os.nice(2); {COMPILE}"
 
 _logger = logging.getLogger("thinwire")
 
 
 class Once:
-    """The compilation of the kernels ``names``, shared by all processes that use the ``directory`` of a cache."""
+    """The compilation of the kernels ``names``, in this order, shared by all processes that use a ``directory``."""
 
-    def __init__(self, directory: Path, names: Set[str]) -> None:
-        stem = f"thinwire-{_fingerprint()}"
-        self._names = frozenset(names)
-        self._list = directory / f"{stem}.kernels"
-        self._lock = directory / f"{stem}.lock"
+    def __init__(self, directory: Path, names: Iterable[str]) -> None:
+        self.names = tuple(names)
+        self.directory = directory
+        self._list = directory / "compiled"
+        self._lock = directory / "lock"
         self._compiled: frozenset[str] = frozenset()
         self._child: subprocess.Popen[bytes] | None = None
         self._looking = threading.Lock()
@@ -85,53 +78,49 @@ class Once:
             finally:
                 self._looking.release()
 
-    def is_complete(self) -> bool:
+    def compiled(self) -> list[str]:
+        """Return the names of those that are compiled."""
         self._compiled |= self._read()
-        return self._compiled >= self._names
+        return [name for name in self.names if name in self._compiled]
+
+    def is_complete(self) -> bool:
+        return len(self.compiled()) == len(self.names)
 
     def is_busy(self) -> bool:
         """Return whether a process compiles right now."""
         if self.is_complete():
             return False
         try:
-            lock = self._take_lock()
+            with _locked(self._lock) as is_free:
+                return not is_free
         except OSError:
             return False
-        if lock is not None:
-            lock.close()
-        return lock is None
 
-    def compile_here(self, compile_all: Callable[[Callable[[str], None]], None]) -> None:
-        """Compile in this process, after waiting for one that compiles already; a terminal shows the progress.
+    def compile_here(self, compile_kernel: Callable[[str], bool], show: Callable[[int], None]) -> None:
+        """Compile each kernel that no other process compiles, and wait for those that one does.
 
         Args:
-            compile_all: calls every kernel, and calls its argument with the name of each compiled kernel.
+            compile_kernel: compiles a kernel, and returns whether its machine code was kept.
+            show: called with the number of compiled kernels now and then.
         """
-        with _terminal_line() as show:
-            lock = self._take_lock()
-            while lock is None:
-                show(f"{len(self._read())} of {len(self._names)}")
-                time.sleep(LOOK_SECONDS)
-                lock = self._take_lock()
-            with lock:
-                self._compile(compile_all, show)
+        with _locked(self._lock, exclusive=False):  # if it is not to be had, a process in the background is busy
+            remove_old(self.directory)
+            mine: set[str] = set()
+            while missing := [name for name in self.names if name not in mine.union(self._read())]:
+                before = len(mine)
+                for name in missing:
+                    show(len(mine.union(self._read())))
+                    with _locked(self.directory / f"{name}.lock") as is_mine:
+                        if is_mine and name not in self._read():
+                            mine.add(name)
+                            if compile_kernel(name):
+                                self._add(name)
+                if len(mine) == before:
+                    time.sleep(LOOK_SECONDS)
 
-    def compile_with_lock(self, compile_all: Callable[[Callable[[str], None]], None]) -> None:
-        """Compile in the process in the background, which inherited the lock."""
-        self._compile(compile_all, lambda text: None)
-
-    def _compile(self, compile_all: Callable[[Callable[[str], None]], None], show: Callable[[str], None]) -> None:
-        written = set(self._read())
-        with open(self._list, "a", buffering=1) as names:
-            names.write("\n")  # ends a line that a killed process left unfinished
-
-            def done(name: str) -> None:
-                if name not in written:
-                    written.add(name)
-                    names.write(f"{name}\n")
-                show(f"{len(written)} of {len(self._names)}")
-
-            compile_all(done)
+    def _add(self, name: str) -> None:
+        with open(self._list, "a") as names:
+            names.write(f"\n{name}\n")  # the first end is that of a line which a killed process left unfinished
 
     def _look(self) -> None:
         if self.is_complete():
@@ -145,37 +134,22 @@ class Once:
 
     def _start_child(self) -> None:
         """Start a process that compiles, unless another one does; its stderr is the lock file, so it holds the lock."""
-        lock = self._take_lock()
+        lock = take_lock(self._lock)
         if lock is None:
             return
         with lock:
             lock.truncate(0)
-            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
-            command, nothing = [sys.executable, "-P", "-c", _COMMAND], subprocess.DEVNULL
-            self._child = subprocess.Popen(command, env=environment, stdin=nothing, stdout=nothing, stderr=lock)
+            self._child = python(_COMMAND, str(self.directory), *self.names, stderr=lock)
         threading.Thread(target=self._child.wait, name="thinwire-compiles", daemon=True).start()
         _logger.info(
             "process %d compiles %d kernels, once a machine; until one is there, plain torch does its work",
             self._child.pid,
-            len(self._names),
+            len(self.names),
         )
 
     def _give_up(self, reason: str) -> None:
         _logger.warning("kernels are compiled by each process at their first calls: %s", reason)
-        self._compiled = self._names
-
-    def _take_lock(self) -> IO[bytes] | None:
-        """Return the lock, or None while another process holds it; closing it, here and in a child, releases it."""
-        lock = open(self._lock, "ab")  # noqa: SIM115
-        try:
-            if fcntl is not None:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.close()
-            return None
-        except OSError:  # a file system without locks: every process compiles
-            pass
-        return lock
+        self._compiled = frozenset(self.names)
 
     def _read(self) -> frozenset[str]:
         """Return the kernels in the list; an unfinished last line does not count."""
@@ -183,43 +157,37 @@ class Once:
             text = self._list.read_text()
         except OSError:
             return frozenset()
-        return self._names.intersection(text[: text.rfind("\n") + 1].splitlines())
+        return frozenset(self.names).intersection(text[: text.rfind("\n") + 1].splitlines())
 
 
-def shared(kernel: object, names: Set[str]) -> Once | None:
-    """Return the compilation of ``names``, including ``kernel``; None if nothing is compiled or cached."""
-    directory = cache_directory(kernel)
-    return None if directory is None else Once(directory, names)
+def python(command: str, *arguments: str, stderr: IO[bytes]) -> subprocess.Popen[bytes]:
+    """Start a process of the same Python, with the same path, that runs a command; it reads and prints nothing."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+    nothing = subprocess.DEVNULL
+    words = [sys.executable, "-P", "-c", command, *arguments]
+    return subprocess.Popen(words, env=environment, stdin=nothing, stdout=nothing, stderr=stderr)
 
 
-def _fingerprint() -> str:
-    """Return a hash of what machine code depends on: the processor, the versions, the sources."""
-    folder = Path(__file__).parent
-    sources = [(path.name, path.stat().st_mtime_ns, path.stat().st_size) for path in sorted(folder.rglob("*.py"))]
-    return hashlib.sha256(repr((describe_target(), sys.version, sources)).encode()).hexdigest()[:16]
-
-
-@contextlib.contextmanager
-def _terminal_line() -> Iterator[Callable[[str], None]]:
-    """Yield a function that shows a text on the terminal, over the one before; it does nothing without a terminal."""
-    if not sys.stderr.isatty():
-        yield lambda text: None
-        return
+@contextmanager
+def _locked(path: Path, exclusive: bool = True) -> Iterator[bool]:
+    """Hold a lock, and yield whether it was to be had; a child that was forked meanwhile does not keep it."""
+    lock = take_lock(path, exclusive)
     try:
-        yield lambda text: print(f"\rcompiling kernels, once a machine: {text}", end="", file=sys.stderr, flush=True)
+        yield lock is not None
     finally:
-        print("\r\033[K", end="", file=sys.stderr, flush=True)
+        if lock is not None:
+            release_lock(lock)
 
 
 def elements(tensor: Tensor, *others: object, **settings: object) -> int:
     return tensor.numel()
 
 
-def elements_of(place: int) -> Callable[..., int]:
+def elements_of(index: int) -> Callable[..., int]:
     """Return a function that counts the elements of the argument at an index."""
 
     def elements(*args: Any, **kwargs: Any) -> int:
-        return args[place].numel()
+        return args[index].numel()
 
     return elements
 
@@ -249,12 +217,6 @@ def are_bytes(buffer: Tensor, *sizes: int) -> bool:
 def is_matrix(dense: Tensor) -> bool:
     """Return whether numba can index the matrix, of any strides."""
     return dense.device.type == "cpu" and _is_aligned(dense)
-
-
-def can_gather(values: Tensor, places: Tensor, out: Tensor | None = None) -> bool:
-    alike = out is None or (out.dtype == values.dtype and out.shape == (places.numel(), *values.shape[1:]))
-    outs = () if out is None else (out,)
-    return alike and are_ids(places) and indexable(values, *outs)
 
 
 def can_scatter(dense: Tensor, ids: Tensor, values: Tensor) -> bool:
@@ -293,6 +255,7 @@ R = TypeVar("R")
 MODES = ("auto", "reference", "numba")
 OLDEST_GPU = (7, 0)  # the compute capability that Triton's own requirements name
 _BUILT_FOR_GPU = torch.backends.cuda.is_built()
+_OF_CODES = ("thinwire.kernels.reference.codes", "thinwire.kernels.reference.floats")
 _GPU_DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.uint8}
 
 _forced: str | None = None
@@ -338,25 +301,25 @@ class Kernel:
 
     Args:
         reference: the twin in plain torch; its name is that of the kernel.
+        makes: functions that make sample calls, from what ``over`` yields.
         cpu: the module of the twin that numba compiles, which has the same name; imported at its first call.
         gpu: the module of the Triton twin, likewise.
         size: returns the amount of work of a call, from its arguments.
         from_size: smallest size at which the twin on the CPU is faster.
         knows: returns whether the twin on the CPU supports the arguments.
         equal_bits: whether twins give equal bits; else they are sums that agree to 1e-12.
-        makes: functions that make sample calls, from what ``over`` yields.
         over: yields inputs of all types that the compiled twins support.
     """
 
     reference: Callable[..., Any]
-    cpu: str | None
-    gpu: str | None
-    size: Callable[..., int]
-    from_size: int
-    knows: Callable[..., bool]
-    equal_bits: bool
     makes: tuple[Callable[..., Sample], ...]
-    over: Callable[[], Iterator[tuple[Tensor, ...]]]
+    cpu: str | None = None
+    gpu: str | None = None
+    size: Callable[..., int] = elements
+    from_size: int = 0
+    knows: Callable[..., bool] = nothing
+    equal_bits: bool = True
+    over: Callable[[], Iterator[tuple[Tensor, ...]]] = once
 
     def samples(self) -> Iterator[Sample]:
         """Yield sample calls, new ones each time: some kernels write to their arguments."""
@@ -380,28 +343,32 @@ KERNELS: dict[str, Kernel] = {}
 """All rows of the registry, by name, in its order."""
 
 
+_wanted: frozenset[str] | None = None
+
+
+def only(names: Iterable[str] | None) -> None:
+    """Compile only the named kernels from now on, in this process: of the others the reference runs. None is all.
+
+    For trainings whose time is measured: a process in the background would compile what they never call.
+    """
+    global _wanted
+    _wanted = None if names is None else frozenset(names)
+    compilation.cache_clear()
+
+
 def compiled_kernels() -> list[Kernel]:
-    """Return the kernels with a twin that numba compiles."""
-    return [kernel for kernel in KERNELS.values() if kernel.cpu]
+    """Return the kernels with a twin that numba compiles, of those that `only` named."""
+    return [kernel for kernel in KERNELS.values() if kernel.cpu and (_wanted is None or kernel.name in _wanted)]
 
 
 def register(
-    reference: Callable[P, R],
-    *makes: Callable[..., Sample],
-    cpu: str | None = None,
-    gpu: str | None = None,
-    size: Callable[..., int] = elements,
-    from_size: int = 0,
-    knows: Callable[..., bool] = nothing,
-    equal_bits: bool = True,
-    profiled_as: Name | None = None,
-    over: Callable[[], Iterator[tuple[Tensor, ...]]] = once,
+    reference: Callable[P, R], *makes: Callable[..., Sample], profiled_as: Name | None = None, **rules: Any
 ) -> Callable[P, R]:
-    """Add a row, see `Kernel`, and return a function that calls the right twin.
+    """Add a row, and return a function that calls the right twin; ``rules`` are the other fields of `Kernel`.
 
     ``profiled_as`` is the name of its range in `torch.profiler`, if any.
     """
-    kernel = Kernel(reference, cpu, gpu, size, from_size, knows, equal_bits, makes, over)
+    kernel = Kernel(reference, makes, **rules)
     KERNELS[kernel.name] = kernel
     call = _dispatched(reference, kernel)
     return call if profiled_as is None else ranged(profiled_as)(call)
@@ -438,7 +405,7 @@ def _dispatched(reference: Callable[P, R], kernel: Kernel) -> Callable[P, R]:
             seen, args = _look_into(args)  # pyrefly: ignore [bad-assignment]
             if _any_on_gpu((*seen, *kwargs.values())):
                 runs = runs_on_gpu(*seen, *kwargs.values())
-                return _on_gpu(kernel, runs)(*args, **kwargs)
+                return _on_gpu(kernel, runs, call)(*args, **kwargs)
         chosen = _forced or _environment_mode()
         is_small = chosen == "auto" and size(*args, **kwargs) < from_size
         if is_small or chosen == "reference" or not knows(*args, **kwargs):
@@ -471,9 +438,8 @@ def compilation() -> Once | None:
     """Return the compilation of all kernels; None if numba is missing, does not compile, or has no cache."""
     if not has_numba():
         return None
-    from thinwire.kernels.cpu.bits import count_ones
-
-    return shared(count_ones, {kernel.name for kernel in compiled_kernels()})
+    directory = code_directory()
+    return None if directory is None else Once(directory, [kernel.name for kernel in compiled_kernels()])
 
 
 def is_compiled(name: str) -> bool:
@@ -504,9 +470,9 @@ def _has_triton(device: torch.device) -> bool:
     try:
         if capability < OLDEST_GPU:
             raise RuntimeError(f"Triton needs compute capability 7.0, not {capability[0]}.{capability[1]}")
-        found = _module("thinwire.kernels.gpu.find").nonzero_rows(torch.tensor([[0], [1], [0], [2]], device=device))
-        if found.tolist() != [1, 3]:
-            raise RuntimeError(f"a kernel found {found.tolist()}, not [1, 3]")
+        result = _module("thinwire.kernels.gpu.find").nonzero_rows(torch.tensor([[0], [1], [0], [2]], device=device))
+        if result.tolist() != [1, 3]:
+            raise RuntimeError(f"a kernel found {result.tolist()}, not [1, 3]")
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         _logger.warning("kernels on %s run in plain torch, which is slower: %s", device, reason)
@@ -514,19 +480,22 @@ def _has_triton(device: torch.device) -> bool:
     return True
 
 
-def _on_gpu(kernel: Kernel, runs: bool) -> Callable[..., Any]:
-    """Return the function for CUDA tensors: the Triton twin, if there is one and it ``runs``, else the reference."""
+def _on_gpu(kernel: Kernel, runs: bool, on_host: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function for CUDA tensors: the Triton twin, if there is one and it ``runs``, else the reference.
+
+    Of codes, whose references are in numpy, that is ``on_host``, which takes tensors of the host.
+    """
     if kernel.gpu and runs:
         return kernel.on_gpu()
-    if kernel.reference.__module__ in (reference_codes.__name__, reference_floats.__name__):
-        return partial(_through_host, kernel.reference)
+    if kernel.reference.__module__ in _OF_CODES:
+        return partial(_through_host, on_host)
     return kernel.reference
 
 
-def _through_host(reference: Callable[..., Any], buffer: Tensor, *others: Any) -> Any:
-    """Call a reference of codes, which is in numpy, on the host; it writes to tensors that are not the first."""
+def _through_host(on_host: Callable[..., Any], buffer: Tensor, *others: Any) -> Any:
+    """Call a function on the host; it writes to tensors that are not the first."""
     hosts = [other.cpu() if isinstance(other, Tensor) else other for other in others]
-    result = reference(buffer.cpu(), *hosts)
+    result = on_host(buffer.cpu(), *hosts)
     for other, host in zip(others, hosts, strict=True):
         if isinstance(other, Tensor):
             other.copy_(host)

@@ -28,7 +28,7 @@ from thinwire.kernels.samples import ids as _some_ids
 _CPU, _GPU = "thinwire.kernels.cpu.", "thinwire.kernels.gpu."
 _OF_CODES: dict[str, _Any] = {"cpu": f"{_CPU}codes"}
 _OF_FLOATS: dict[str, _Any] = {
-    "cpu": f"{_CPU}floats", "gpu": f"{_GPU}floats", "from_size": 1 << 10, "knows": _inputs.indexable,
+    "cpu": f"{_CPU}floats", "gpu": f"{_GPU}floats", "knows": _inputs.indexable,
     "over": _samples.floats,
 }  # fmt: skip
 _OF_IDS: dict[str, _Any] = {"cpu": f"{_CPU}ids", "from_size": 1 << 10}
@@ -73,10 +73,7 @@ elias_fano_decode = _row(
     _codes.elias_fano_decode, lambda: _sample(_codes.elias_fano_encode(_some_ids(), 100), 3, 100), **_OF_CODES,
     from_size=1 << 10, knows=_inputs.are_bytes,
 )  # fmt: skip
-gather_rows = _row(
-    _rows.gather_rows, lambda rows, ids: _sample(rows, ids), **_OF_ROWS,
-    size=_inputs.elements_of(1), from_size=1 << 20, knows=_inputs.can_gather,
-)  # fmt: skip
+gather_rows = _row(_rows.gather_rows, lambda rows, ids: _sample(rows, ids), **_ON_GPU)
 scatter_rows = _row(
     _rows.scatter_rows, lambda rows, ids: _sample(rows, ids, rows[:2].clone()), **_OF_ROWS,
     size=_inputs.elements_of(2), from_size=1 << 17, knows=_inputs.can_scatter,
@@ -91,13 +88,9 @@ put_rows = _row(_rows.put_rows, lambda rows, ids: _sample(rows, ids, rows[:2].cl
 merge_rows = _row(
     _rows.merge_rows, lambda rows, ids: _sample(ids, rows[:2], 3, 4), **_ON_GPU, profiled_as="sum"
 )  # fmt: skip
-deal_rows = _row(
-    _rows.deal_rows,
-    lambda: _sample(_some_ids(), 5, 2, 0),
-    gpu=f"{_GPU}ids",
-)
-union_places = _row(
-    _rows.union_places,
+deal_rows = _row(_rows.deal_rows, lambda: _sample(_some_ids(), 5, 2, 0), gpu=f"{_GPU}ids")
+union_positions = _row(
+    _rows.union_positions,
     lambda: _sample([_some_ids(), _some_ids()], 5),  # by a bitmap
     lambda: _sample([_some_ids(), _some_ids()], 1 << 40),  # by a merge
     cpu=f"{_CPU}union",
@@ -123,13 +116,9 @@ dealt_ids = _row(
 mix = _row(_rows.mix, lambda: _sample(_some_ids(), 0), **_OF_IDS, knows=_inputs.are_ids)
 owner_by_hash = _row(_rows.owner_by_hash, lambda: _sample(_some_ids(), 2, 0), **_OF_IDS, knows=_inputs.are_ids)
 group_by_owner = _row(_rows.group_by_owner, lambda: _sample(_some_ids(), 5), **_OF_IDS, knows=_inputs.are_ids)
-hierarchical_hash = _row(
-    _rows.hierarchical_hash, lambda: _sample(_some_ids(), 2, 0, parallel_slots=6, serial_slots=1),
-    cpu=f"{_CPU}ids", from_size=1 << 10, knows=_inputs.are_ids,
-)  # fmt: skip
 encode_floats = _row(_floats.encode_floats, lambda values: _sample(values), **_OF_FLOATS)
 decode_floats = _row(
-    _floats.decode_floats, lambda values: _sample(_floats.encode_floats(values), values.clone()), **_OF_FLOATS
+    _floats.decode_floats, lambda values: _sample(_samples.code_of_equal(values), values.clone()), **_OF_FLOATS
 )
 estimate_floats = _row(_floats.estimate_floats, lambda values: _sample(values), **_OF_FLOATS)
 top_magnitudes = _row(
@@ -152,9 +141,6 @@ count_at_least = _row(
 magnitude_moments = _row(
     _select.magnitude_moments, lambda values, steps: _sample(values), **_OF_SELECT, from_size=1 << 12, equal_bits=False
 )
-sum_log_magnitudes = _row(
-    _select.sum_log_magnitudes, lambda values, steps: _sample(values), **_OF_SELECT, from_size=1 << 12, equal_bits=False
-)
 largest_of_blocks = _row(_quantize.largest_of_blocks, lambda values, steps: _sample(values, 8), **_CODING)
 quantize = _row(
     _quantize.quantize,
@@ -176,7 +162,10 @@ add_signs = _row(
     knows=_inputs.can_add,
 )  # fmt: skip
 mean_of_blocks = _row(_quantize.mean_of_blocks, lambda values, steps: _sample(values, 8), **_CODING, equal_bits=False)
-round_to_powers = _row(_quantize.round_to_powers, lambda values, steps: _sample(values, 1, 0), **_CODING)
+round_to_floats = _row(
+    _quantize.round_to_floats, lambda values, steps: _sample(values.float(), 3, 121, 126, None), **_OF_QUANTIZE,
+    knows=lambda values, *settings: _inputs.can_code(values) and values.itemsize == 4,
+)  # fmt: skip
 add_from_table = _row(
     _quantize.add_from_table,
     lambda values, steps: _sample(_some_codes(), values[:256].clone(), steps, 8, values),

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from thinwire.kernels.reference.floats import EQUAL
+
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 WORKING_DTYPES = (torch.float32, torch.float64)  # dtypes in which gradients are corrected and compressed
 
@@ -56,6 +58,12 @@ def floats() -> Iterator[tuple[Tensor]]:
     """Yield 1000 values of each dtype."""
     for dtype in DTYPES:
         yield (torch.arange(1000).to(dtype),)
+
+
+def code_of_equal(values: Tensor) -> Tensor:
+    """Return the code of values that are all the first of these, fewer than fill a chunk."""
+    header = torch.tensor([EQUAL | (4 + values.element_size()) << 8], dtype=torch.int32)
+    return torch.cat([header.view(torch.uint8), values[:1].view(torch.uint8)])
 
 
 def ids() -> Tensor:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 
 from thinwire.kernels import dispatch
-from thinwire.kernels.dispatch import NICENESS
+from thinwire.kernels.jit import MachineCode
 from thinwire.kernels.samples import floats, gpu_rows, rows
 
 _logger = logging.getLogger("thinwire")
@@ -20,9 +22,9 @@ _logger = logging.getLogger("thinwire")
 def warm_up(wait: bool = True) -> float:
     """Compile all kernels for all dtypes, or load them from the cache; return the seconds spent.
 
-    Compiling costs 16 seconds of a processor, once a machine and version; loading costs half a second, most of it the
-    import of numba. Of processes that call it at the same time one compiles and the others wait. It does nothing if
-    numba is missing or ``THINWIRE_KERNELS=reference``.
+    Compiling costs 33 seconds of a processor, once a machine and version; loading costs half a second, most of it the
+    import of numba. Processes that call it at the same time share the work. It does nothing if numba is missing or
+    ``THINWIRE_KERNELS=reference``.
 
     A process that uses CUDA compiles Triton's kernels too, for the current device, float32 and bfloat16, and usual
     widths of rows: 9 seconds of a processor, once a machine, of which the ranks of a host each start with another part.
@@ -90,27 +92,48 @@ def _prepare() -> None:
 
 def _compile_or_load() -> None:
     once = dispatch.compilation()
-    if once is None or once.is_complete():
-        _call_all(lambda name: None)
-        return
-    started = time.perf_counter()
-    _logger.info("compiling %d kernels, once a machine: some 10 seconds", len(dispatch.compiled_kernels()))
-    once.compile_here(_call_all)
-    _logger.info("compiled in %.1f seconds", time.perf_counter() - started)
-
-
-def compile_beside_training() -> None:
-    """Compile all kernels in this process, which `thinwire.kernels.dispatch.Once` started and gave the lock."""
-    torch.set_num_threads(1)
-    if hasattr(os, "nice"):
-        os.nice(NICENESS)
-    once = dispatch.compilation()
-    if once is not None:  # as in the process that started this one
-        once.compile_with_lock(_call_all)
-
-
-def _call_all(done: Callable[[str], None]) -> None:
+    if once is not None and not once.is_complete():
+        started = time.perf_counter()
+        _logger.info("compiling %d kernels, once a machine", len(once.names) - len(once.compiled()))
+        try:
+            with _terminal_line(len(once.names)) as show:
+                once.compile_here(compile_kernel, show)
+        except OSError as error:  # as of a full disk
+            _logger.warning("kernels are compiled by this process alone: %s", error)
+        _logger.info("compiled in %.1f seconds", time.perf_counter() - started)
     for kernel in dispatch.compiled_kernels():
-        for sample in kernel.samples():
-            sample.call(kernel.on_cpu())
-        done(kernel.name)
+        compile_kernel(kernel.name)
+
+
+def compile_alone(directory: str, names: Iterable[str]) -> None:
+    """Compile the named kernels in this process, which was started for it; others may do the same at the same time."""
+    torch.set_num_threads(1)
+    dispatch.only(names)
+    once = dispatch.compilation()
+    if once is None or str(once.directory) != directory:
+        sys.exit("the sources of the kernels have changed since the process started that needs them")
+    once.compile_here(compile_kernel, lambda done: None)
+
+
+def compile_kernel(name: str) -> bool:
+    """Compile a kernel for the types of its samples, or load it; return whether the machine code was kept."""
+    lost, kernel = MachineCode.lost, dispatch.KERNELS[name]
+    for sample in kernel.samples():
+        sample.call(kernel.on_cpu())
+    return MachineCode.lost == lost
+
+
+@contextmanager
+def _terminal_line(total: int) -> Iterator[Callable[[int], None]]:
+    """Yield a function that shows on the terminal how many are done; it does nothing without a terminal."""
+    if not sys.stderr.isatty():
+        yield lambda done: None
+        return
+
+    def show(done: int) -> None:
+        print(f"\rcompiling kernels, once a machine: {done} of {total}", end="", file=sys.stderr, flush=True)
+
+    try:
+        yield show
+    finally:
+        print("\r\033[K", end="", file=sys.stderr, flush=True)

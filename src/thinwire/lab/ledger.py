@@ -2,7 +2,7 @@
 
 It follows the ids of all ranks through a synchronization, message by message. What a rank sends in all is the sum of
 its row, what leaves a host a sum over ranks elsewhere. Tests hold it equal to what is counted, to the byte. It is for
-those who compare and analyze: no training enters it. Where only numbers of rows are known, `thinwire.sync.cost` has
+those who compare and analyze: no training enters it. Where only numbers of rows are known, `thinwire.sums.cost` has
 closed forms.
 """
 
@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from thinwire.comm.hosts import Hosts
-from thinwire.comm.parcels import parcel_bytes
 from thinwire.comm.process_group import ring_all_reduce_bytes
-from thinwire.partition import Partition
-from thinwire.sync import staged, union_shares
-from thinwire.sync.cost import Pricing, is_doubling
-from thinwire.sync.schedules import Stage, gathering
-from thinwire.sync.scheme import (
+from thinwire.rows.formats import Header, Part, Whole
+from thinwire.rows.partition import Partition
+from thinwire.sums import staged, union_shares
+from thinwire.sums.cost import Pricing, is_doubling
+from thinwire.sums.schedules import Stage, gathering
+from thinwire.sums.scheme import (
     BLOCK_ELEMENTS,
     Communication,
     Ownership,
@@ -30,9 +30,8 @@ from thinwire.sync.scheme import (
     begins_with_opening,
     unit_shape,
 )
-from thinwire.sync.staged import GATHER_SCHEDULES, REDUCE_SCHEDULES
-from thinwire.sync.two_level import CHOICE, TwoLevel, flat, shares
-from thinwire.wire import Header, Part, Whole
+from thinwire.sums.staged import GATHER_SCHEDULES, REDUCE_SCHEDULES
+from thinwire.sums.two_level import CHOICE, TwoLevel, flat, shares
 
 Sum = Callable[[], Tensor]
 """The ids of a sum, for who asks: bytes between hosts depend on what is summed inside them."""
@@ -68,28 +67,6 @@ def sent_bytes(
 ) -> list[int]:
     """Return the exact bytes that each rank sends, by which its ``Traffic.sent_bytes`` grows; see `pair_bytes`."""
     return [sum(row) for row in pair_bytes(scheme, ids_per_rank, num_rows, width, dtype)]
-
-
-def between_hosts_bytes(
-    scheme: Scheme | TwoLevel,
-    hosts: Hosts,
-    ids_per_rank: Sequence[Tensor],
-    num_rows: int,
-    width: int,
-    dtype: torch.dtype,
-) -> list[int]:
-    """Return the exact bytes that the ranks of each host send to other hosts; see `pair_bytes`.
-
-    It equals what ``Traffic.sent_between_hosts_bytes`` of the ranks of a host grows by. ``hosts`` are the ranks of
-    each host.
-    """
-    host = host_of_ranks(hosts)
-    if isinstance(scheme, TwoLevel):
-        scheme = scheme.placed(host)
-    totals = [0] * len(hosts)
-    for source, row in enumerate(pair_bytes(scheme, ids_per_rank, num_rows, width, dtype)):
-        totals[host[source]] += sum(sent for target, sent in enumerate(row) if host[target] != host[source])
-    return totals
 
 
 def host_of_ranks(hosts: Hosts) -> list[int]:
@@ -189,14 +166,14 @@ class _Flow:
         plan = union_shares.UnionPlan(held, self.num_rows, self.width, self.itemsize, scheme.push_format, by_columns)
         union = plan.union(self.ids)
         for rank in range(self.world_size):
-            self._send_to_all(rank, 0 if plan.ids_lead else parcel_bytes(plan.ids_bytes(rank)))
+            self._send_to_all(rank, plan.swapped_ids_bytes(rank))
         for owner in range(self.world_size):
             for number, share in enumerate(plan.shares(owner)):
-                self._send_to_all(owner, parcel_bytes(plan.values_bytes(union.num_rows(share), share)))
+                self._send_to_all(owner, plan.pull_bytes(share, union.num_rows(share)))
                 for rank in range(self.world_size):
                     if rank != owner:
-                        values = plan.values_bytes(union.num_pushed(share, rank), share)
-                        self.pairs[rank][owner] += parcel_bytes(plan.lead_bytes(rank, number) + values)
+                        count = union.pushed(share, rank)[0].numel()
+                        self.pairs[rank][owner] += plan.push_bytes(share, rank, number, count)
         return lambda: union.ids
 
     def _gathered(self, scheme: Scheme) -> Sum:
@@ -272,7 +249,7 @@ class _Flow:
         return [held[owner][owner] for owner in range(self.world_size)]
 
     def _two_level(self, scheme: TwoLevel) -> Sum:
-        """Write down what is sent inside hosts, then between the ranks of one place, and back inside hosts."""
+        """Write down what is sent inside hosts, then between the ranks of one index, and back inside hosts."""
         hosts, price = scheme.hosts, Pricing(CHOICE, self.row_bytes)
         assert hosts is not None
         self._open()
@@ -283,9 +260,9 @@ class _Flow:
             reduced.append(inside._push_directly(price, partition))
             self._add(inside, ranks)
         summed = []
-        for place in range(min(map(len, hosts))):
-            part, ranks = partitions[0].parts[place], [ranks[place] for ranks in hosts]
-            partners = self._among([part.positions(held[place]) for held in reduced], part.size)
+        for index in range(min(map(len, hosts))):
+            part, ranks = partitions[0].parts[index], [ranks[index] for ranks in hosts]
+            partners = self._among([part.positions(held[index]) for held in reduced], part.size)
             total = partners.run(replace(scheme.between, unit=Unit.ROWS))
             summed.append(part.ids(total()))
             self._add(partners, ranks)

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from thinwire.lab import palette
+from thinwire.lab.missing import naming
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -114,7 +115,8 @@ def save_picture(draw: Draw, path: str | Path, height_inches: float = 3.2, title
             figure.axes[0].set_title(title, loc="left", fontsize=11)
         else:
             figure.suptitle(title, x=0.01, ha="left", fontsize=11)
-        figure.savefig(path, dpi=160)
+        with naming(path):
+            figure.savefig(path, dpi=160)
 
 
 def is_narrow(axes: Axes) -> bool:
@@ -195,13 +197,13 @@ def spread(wanted: Sequence[float], heights: Sequence[float]) -> list[float]:
             middle = (below * len(before) + middle * len(members)) / count
             height, members = height + its_height, before + members
         clusters.append((middle, height, members))
-    found, bottom = [0.0] * len(wanted), 0.0
+    centers, bottom = [0.0] * len(wanted), 0.0
     for middle, height, members in clusters:
         bottom = max(bottom, middle - height / 2)
         for i in members:
-            found[i] = round(bottom + heights[i] / 2, 6)
+            centers[i] = round(bottom + heights[i] / 2, 6)
             bottom += heights[i]
-    return found
+    return centers
 
 
 def log_ticks(axes: Axes) -> None:

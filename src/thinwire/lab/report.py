@@ -27,6 +27,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from thinwire.lab import palette
+from thinwire.lab.missing import naming
 from thinwire.lab.plot import NARROW_INCHES, WIDE_INCHES, Draw, inline_svg
 
 _NO_MATPLOTLIB = "Plots need matplotlib: <code>pip install 'thinwire[plot]'</code>, then run the command again."
@@ -200,18 +201,22 @@ class Report:
             ("Machine", origin.machine),
             *self._facts,
         ]
-        return _PAGE.format(
+        template, style = (
+            Path(__file__).with_suffix(suffix).read_text(encoding="utf-8") for suffix in (".html", ".css")
+        )
+        return template.format(
             title=escape(self._title),
             subtitle=escape(self._subtitle),
             made=escape(f"{origin.versions.partition(',')[0]} · {origin.date}"),
-            style=_CSS.replace("LIGHT;", f"{palette.css(dark=False)};").replace("DARK;", f"{palette.css(dark=True)};"),
+            style=style.replace("LIGHT;", f"{palette.css(dark=False)};").replace("DARK;", f"{palette.css(dark=True)};"),
             body="\n".join(self._parts),
             facts=_pairs(facts),
         )
 
     def write(self, path: str | Path) -> None:
         """Write the page as UTF-8."""
-        Path(path).write_text(self.html(), encoding="utf-8")
+        with naming(path):
+            Path(path).write_text(self.html(), encoding="utf-8")
 
     def _new_id(self) -> str:
         self._ids += 1
@@ -234,100 +239,3 @@ def _note(note: str) -> str:
 def _hidden(svg: str) -> str:
     """Hide the single marks of a plot, whose name and description are on the element around it."""
     return svg.replace("<svg ", '<svg aria-hidden="true" focusable="false" ', 1)
-
-
-_CSS = """
-:root { color-scheme: light;
-  --ink: #1d2330; --faint: #5b6474; --page: #fff; --card: #f4f6f9; --line: #dde2ea; LIGHT; }
-@media screen and (prefers-color-scheme: dark) {
-  :root { color-scheme: dark;
-    --ink: #e6e9ef; --faint: #a0aaba; --page: #14171c; --card: #1e232b; --line: #303744; DARK; }
-}
-* { box-sizing: border-box }
-body { background: var(--page); color: var(--ink); font: 16px/1.5 system-ui, sans-serif;
-  margin: 2.5rem auto; max-width: 62rem; padding: 0 1.25rem; overflow-wrap: anywhere }
-h1 { font-size: 1.7rem; line-height: 1.2; margin: 0 }
-h2 { font-size: 1.1rem; line-height: 1.3; margin: 2.25rem 0 .25rem }
-p, ul { max-width: 46rem }
-ul { margin: .25rem 0; padding-left: 1.2rem }
-.subtitle, .note, .made { color: var(--faint); margin: .25rem 0 .75rem }
-.note { font-size: .875rem }
-.made { font-size: .8rem; margin: 0 }
-.hero { --kind: var(--thinwire); background: var(--card); border-left: .3rem solid var(--kind); border-radius: .5rem;
-  margin: 1.5rem 0; padding: 1rem 1.25rem }
-.hero p { margin: 0 }
-.hero .result { font-size: 1.6rem; font-weight: 650; line-height: 1.25 }
-.hero.lossy { --kind: var(--lossy) }
-.badge { border: 1.5px solid var(--kind); border-radius: 1rem; color: var(--kind); display: inline-block;
-  font-size: .85rem; font-weight: 600; padding: .05rem .6rem; vertical-align: .2em }
-.figures { display: grid; gap: .75rem; grid-template-columns: repeat(auto-fit, minmax(11rem, 1fr)); margin: 1.5rem 0 }
-.figures div { background: var(--card); border-radius: .5rem; display: flex; flex-direction: column-reverse;
-  justify-content: flex-end; padding: .8rem 1rem }
-.figures dd { font-size: 1.45rem; font-variant-numeric: tabular-nums; font-weight: 600; margin: 0 }
-.figures dt { color: var(--faint); font-size: .85rem }
-figure { margin: 0 }
-figure > div { max-width: 48rem }
-svg { display: block; height: auto; overflow: visible; width: 100% }
-svg * { stroke-linecap: butt; stroke-linejoin: round }
-.narrow { display: none }
-@media screen and (max-width: 40rem) {
-  body { margin: 1.25rem auto; padding: 0 .9rem }
-  .wide { display: none }
-  .narrow { display: block }
-  tbody th { min-width: 9rem; overflow-wrap: anywhere; white-space: normal }
-}
-.scroll { overflow-x: auto }
-.unseen { clip-path: inset(50%); height: 1px; overflow: hidden; position: absolute; white-space: nowrap; width: 1px }
-table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; overflow-wrap: normal }
-th, td { border-bottom: 1px solid var(--line); padding: .35rem 0 .35rem 1.25rem;
-  text-align: right; white-space: nowrap }
-th:first-child { padding-left: 0; text-align: left }
-th { font-weight: 400 }
-thead th { color: var(--faint); vertical-align: bottom }
-.code { background: var(--card); border-radius: .5rem; margin: .5rem 0 1rem; max-width: 48rem; padding: .5rem }
-pre { font-size: .875rem; margin: 0; overflow-x: auto; overflow-wrap: normal; padding: .25rem .5rem .5rem }
-button { background: var(--page); border: 1px solid var(--line); border-radius: .35rem; color: var(--ink);
-  cursor: pointer; display: block; font: inherit; font-size: .8rem; margin-left: auto; padding: .1rem .6rem }
-footer { border-top: 1px solid var(--line); color: var(--faint); font-size: .85rem; margin-top: 3rem }
-footer h2 { color: var(--ink); font-size: .95rem; margin-top: 1rem }
-.pairs { margin: .25rem 0; max-width: 52rem }
-.pairs div { display: flex; flex-wrap: wrap; gap: 0 1rem; padding: .15rem 0 }
-.pairs dt { color: var(--faint); flex: 0 0 10rem }
-.pairs dd { flex: 1 1 15rem; margin: 0 }
-footer .pairs dt { flex-basis: 5rem }
-footer .pairs div:first-child dd { font-family: ui-monospace, monospace }
-@media print {
-  body { font-size: 10.5pt; margin: 0; max-width: none; padding: 0 }
-  .hero, .figures div, .code { border: 1px solid var(--line) }
-  figure, tr, .hero, .figures, pre { break-inside: avoid }
-  h2 { break-after: avoid }
-  button { display: none }
-  th, td { padding-left: .7rem; white-space: normal }
-}
-@page { margin: 16mm }
-"""
-
-_PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title>
-<style>{style}</style>
-</head>
-<body>
-<header>
-<h1>{title}</h1>
-<p class="subtitle">{subtitle}</p>
-<p class="made">{made}</p>
-</header>
-<main>
-{body}
-</main>
-<footer aria-label="How this was made">
-<h2>How this was made</h2>
-{facts}
-</footer>
-</body>
-</html>
-"""

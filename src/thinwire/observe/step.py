@@ -23,7 +23,6 @@ from enum import StrEnum
 from functools import wraps
 from typing import Any, Literal, ParamSpec, TypeVar
 
-import torch
 from torch.autograd import profiler
 from torch.futures import Future
 
@@ -104,7 +103,7 @@ def _end_nothing() -> None:
 
 
 Prediction = float | Callable[[], float]
-"""Predicted bytes, or a function that computes them: only those of the last step are ever needed."""
+"""Predicted bytes, or a function that computes them: only the last step's are ever needed."""
 
 
 @dataclass
@@ -112,7 +111,7 @@ class ParameterRecord:
     """The statistics of one parameter, or of all that are all-reduced together.
 
     ``step_*`` fields are of the last finished step, ``total_*`` fields sums over all steps; densities, scheme,
-    formats and ``fused`` are those of the last synchronization. Bytes of a synchronization of several parameters
+    formats and ``fused`` are of the last synchronization. Bytes of a synchronization of several parameters
     are shared out, so that sums over records are the bytes sent.
     """
 
@@ -177,6 +176,37 @@ class ParameterRecord:
             "total_bytes": self.total_bytes,
             "steps": self.steps,
         }
+
+
+class ParameterRecords(dict[str, ParameterRecord]):
+    """The statistics of a model's parameters, by name."""
+
+    def named(self, name: str) -> ParameterRecord:
+        """Return the record of this name, a new one if there is none."""
+        return self.setdefault(name, ParameterRecord(name))
+
+    def book(
+        self,
+        name: str,
+        kind: str,
+        scheme: str,
+        formats: str,
+        density: float = 1.0,
+        density_after: float = 1.0,
+        fused: int = 1,
+    ) -> ParameterRecord:
+        """Return the record of this name after a synchronization, to which its bytes are added.
+
+        Args:
+            name, kind, scheme, formats: columns of `Synchronizer.table`.
+            density: fraction of rows or elements that this rank sent.
+            density_after: fraction of rows or elements in the sum.
+            fused: number of parameters that were synchronized together.
+        """
+        record = self.named(name)
+        record.kind, record.scheme, record.formats, record.fused = kind, scheme, formats, fused
+        record.density, record.density_after = density, density_after
+        return record
 
 
 @dataclass(frozen=True)
@@ -265,13 +295,11 @@ class Clock:
     """A recorder of the running step in `time.perf_counter`; jobs write into the step that submitted them.
 
     Args:
-        device: the device that computes: on a GPU the times of a step are those of its stream. None means times of
-            the host, which do not wait for a GPU.
+        now: returns the time of an event; that of the host does not wait for a GPU.
     """
 
-    def __init__(self, device: torch.device | None = None) -> None:
-        self._events = device is not None and device.type == "cuda"
-        self._now: Callable[[], Any] = _record if self._events else time.perf_counter
+    def __init__(self, now: Callable[[], Any] = time.perf_counter) -> None:
+        self._now = now
         self._step = StepTimes()
         self._running: JobTimes | None = None
 
@@ -313,47 +341,28 @@ class Clock:
         """Record that all means are known, and return the step."""
         done, self._step = self._step, StepTimes()
         done.ended = self._now()
-        return _settled(done) if self._events else done
+        return done
 
     def reset(self) -> None:
         """Forget a step that was not completed."""
         self._step = StepTimes()
 
 
-def median_of_slowest(told: Sequence[Sequence[float]], count: int) -> list[float]:
+def median_of_slowest(gathered: Sequence[Sequence[float]], count: int) -> list[float]:
     """Return the median step, with times of the slowest rank: a gradient is summed when all ranks have it.
 
     Args:
-        told: gathered moments of each rank, step by step, in seconds.
+        gathered: moments of each rank, step by step, in seconds.
         count: number of moments of a step.
     """
-    slowest = [max(moments) for moments in zip(*told, strict=True)]
-    return [statistics.median(slowest[place::count]) for place in range(count)]
+    slowest = [max(moments) for moments in zip(*gathered, strict=True)]
+    return [statistics.median(slowest[index::count]) for index in range(count)]
 
 
 def differences(moments: Sequence[float], start: float = 0.0) -> tuple[float, ...]:
     """Return the time from each moment to the next, at least 0: medians of two gradients can be out of order."""
-    found = []
+    result = []
     for moment in moments:
-        found.append(max(0.0, moment - start))
+        result.append(max(0.0, moment - start))
         start = max(start, moment)
-    return tuple(found)
-
-
-def _record() -> Any:
-    """Record an event in the stream of the GPU."""
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def _settled(step: StepTimes) -> StepTimes:
-    """Return the times of events in seconds, when all of them have happened; the first one is 0."""
-    torch.cuda.synchronize()
-    first: Any = step.began or step.started
-
-    def seconds(event: Any) -> float:
-        return first.elapsed_time(event) * 1e-3 if event else 0.0
-
-    ready = {name: seconds(event) for name, event in step.ready.items()}
-    return StepTimes(0.0, seconds(step.started), ready, step.jobs, seconds(step.ended))
+    return tuple(result)

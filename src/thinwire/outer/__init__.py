@@ -1,8 +1,8 @@
 """Outer loops: each rank trains by itself, and parameters are averaged seldom or in the background.
 
-A recipe (`local_sgd`, `diloco`, `shadow_sync`) is passed to `thinwire.attach`, which returns an `OuterLoop`::
+`attach` starts an `OuterLoop` by a recipe (`local_sgd`, `diloco`, `shadow_sync`)::
 
-    sync = thinwire.attach(model, outer=thinwire.outer.diloco(every=64), optimizer=optimizer)
+    loop = thinwire.outer.attach(model, optimizer, thinwire.outer.diloco(every=64))
 """
 
 from __future__ import annotations
@@ -13,18 +13,19 @@ from typing import TYPE_CHECKING, Any
 from thinwire.outer.recipe import OuterRecipe, diloco, local_sgd, shadow_sync
 
 if TYPE_CHECKING:
+    from thinwire.outer.attachment import attach
     from thinwire.outer.loop import OuterLoop
     from thinwire.outer.members import Members
 
-__all__ = ["Members", "OuterLoop", "OuterRecipe", "diloco", "local_sgd", "shadow_sync"]
+__all__ = ["Members", "OuterLoop", "OuterRecipe", "attach", "diloco", "local_sgd", "shadow_sync"]
 
-_MODULES = {"Members": "members", "OuterLoop": "loop"}
+_MODULES = {"Members": "members", "OuterLoop": "loop", "attach": "attachment"}
 
 
 if not TYPE_CHECKING:  # which would take any name for one of ours
 
     def __getattr__(name: str) -> Any:
-        """Import a class on first use: recipes alone need no torch."""
+        """Import what needs torch on first use: recipes alone need no torch."""
         if name in _MODULES:
             return getattr(import_module(f"thinwire.outer.{_MODULES[name]}"), name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

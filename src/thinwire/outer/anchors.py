@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thinwire.gradients.model import local_of
+from thinwire.gradients.module import local_of
 from thinwire.outer.recipe import OuterRecipe
 
 Fragments = tuple[tuple[str, ...], ...]
@@ -30,21 +30,21 @@ def cut(sizes: Mapping[str, int], count: int) -> Fragments:
     """
     if count > len(sizes):
         raise ValueError(f"{count} fragments of {len(sizes)} parameters: pass fragments={max(1, len(sizes))} or less")
-    found: list[list[str]] = [[]]
+    fragments: list[list[str]] = [[]]
     before, left, total = 0, len(sizes), max(1, sum(sizes.values()))
     for name, size in sizes.items():
-        is_due = before + size / 2 >= total * len(found) / count
-        if found[-1] and len(found) < count and (is_due or left <= count - len(found)):
-            found.append([])
-        found[-1].append(name)
+        is_due = before + size / 2 >= total * len(fragments) / count
+        if fragments[-1] and len(fragments) < count and (is_due or left <= count - len(fragments)):
+            fragments.append([])
+        fragments[-1].append(name)
         before, left = before + size, left - 1
-    return tuple(map(tuple, found))
+    return tuple(map(tuple, fragments))
 
 
 class Anchors:
     """The anchors of trained parameters, which have the same bits on all ranks, and an outer SGD for each fragment.
 
-    Anchors of 16-bit parameters have 32 bits, others those of the parameter. The anchor of a frozen parameter is the
+    Anchors of 16-bit parameters have 32 bits, others the bits of the parameter. The anchor of a frozen parameter is the
     parameter itself, until it is trained.
 
     Args:
@@ -70,13 +70,11 @@ class Anchors:
         }
         self.buffers = {name: _wide(buffer) for name, buffer in buffers().items() if bool(buffer.isfinite().all())}
         self._frozen = set(self._parameters)
+        self._kept: dict[str, Tensor] = {}
         self.adopt()
         self._outers = [
             torch.optim.SGD(
-                [self.anchors[name] for name in names],
-                recipe.lr,
-                recipe.momentum,
-                nesterov=recipe.nesterov,
+                [self.anchors[name] for name in names], recipe.lr, recipe.momentum, nesterov=recipe.nesterov
             )
             for names in self.fragments
         ]
@@ -109,11 +107,11 @@ class Anchors:
         The anchor is rounded to the precision of the parameter first: rounding is no training, and a row that nobody
         touched must differ by zero.
         """
-        found = {}
+        differences = {}
         for name in self.trained(fragment):
             local, anchor = self.local(name), self.anchors[name].detach()
-            found[name] = torch.sub(anchor.to(local.dtype).to(anchor.dtype), local).contiguous()
-        return found
+            differences[name] = torch.sub(anchor.to(local.dtype).to(anchor.dtype), local).contiguous()
+        return differences
 
     def step(self, fragment: int, means: Mapping[str, Tensor], is_plain: bool = False) -> None:
         """Step the anchors of a fragment by mean differences, which are used up.
@@ -159,10 +157,10 @@ class Anchors:
         A buffer that is gone or has another shape is its anchor.
         """
         there = self._there()
-        found = {
+        pairs = {
             name: (self.local(name), self.anchors[name].detach()) for name in self.anchors if self._is_trained(name)
         }
-        return found | {name: (there.get(name, anchor), anchor) for name, anchor in self.buffers.items()}
+        return pairs | {name: (there.get(name, anchor), anchor) for name, anchor in self.buffers.items()}
 
     @torch.no_grad()
     def replace(self) -> None:
@@ -173,13 +171,24 @@ class Anchors:
     @contextmanager
     def swapped(self) -> Iterator[None]:
         """Put the anchors into the parameters and buffers, and what was there back at the end."""
-        kept = [(local, local.clone()) for local, _ in self.pairs().values()]
+        self._kept = {name: local.clone() for name, (local, _) in self.pairs().items()}
         try:
             self.replace()
             yield
         finally:
-            for local, own in kept:
-                local.copy_(own)
+            kept, self._kept = self._kept, {}
+            self.load_own(kept)
+
+    def own(self) -> dict[str, Tensor]:
+        """Return this rank's own parameters and buffers, also while they are `swapped`: the tensors themselves."""
+        return self._kept or {name: local for name, (local, _) in self.pairs().items()}
+
+    @torch.no_grad()
+    def load_own(self, state: Mapping[str, Tensor]) -> None:
+        """Put what `own` returned into the parameters and buffers."""
+        for name, (local, _) in self.pairs().items():
+            if name in state:
+                local.copy_(state[name])
 
     def state_dict(self) -> dict[str, Any]:
         """Return anchors, outer momentum and buffers by name: the tensors themselves."""

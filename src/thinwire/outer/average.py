@@ -17,20 +17,21 @@ from thinwire.comm.agree import RECORD_BYTES, SEAL_BYTES
 from thinwire.comm.channel import Subject, opening_bytes
 from thinwire.comm.lane import Lane
 from thinwire.comm.process_group import Staging
+from thinwire.compress.assign import NATIVE, Dense, assign
 from thinwire.compress.base import Memory, Parameter
 from thinwire.compress.methods.sign import SignSGD
 from thinwire.compress.state import owe
 from thinwire.compress.wrappers import core_of
-from thinwire.follow import state as states
 from thinwire.gradients.buckets import OTHERS, as_real, set_exception
 from thinwire.gradients.compressed import CompressedSync, Statistics, fused_all_reduce
-from thinwire.gradients.compression import Compression
+from thinwire.gradients.compression import exact_of, planned
 from thinwire.gradients.exact import GradientSync
-from thinwire.gradients.model import local_of
+from thinwire.gradients.module import local_of
+from thinwire.gradients.steps import state as states
 from thinwire.gradients.tables import TableGradient, staged
-from thinwire.observe.step import ParameterRecord
-from thinwire.sync.scheme import Scheme
-from thinwire.sync.two_level import TwoLevel
+from thinwire.observe.step import ParameterRecords
+from thinwire.sums.scheme import Scheme
+from thinwire.sums.two_level import TwoLevel
 
 OPENINGS = "openings of rounds"
 """Name of the row of `OuterLoop.table` for the numbers that a round begins and ends with."""
@@ -68,7 +69,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Told:
+class RoundReport:
     """What all ranks know after a round, in rank order.
 
     Args:
@@ -82,9 +83,9 @@ class Told:
     flags: tuple[int, ...]
 
     @classmethod
-    def of(cls, numbers: Sequence[float]) -> Told:
+    def of(cls, numbers: Sequence[float]) -> RoundReport:
         """Return what `numbers` returned, of one rank or the largest of several, as far as they were given."""
-        steps, refused, flags = (numbers[place::3] for place in range(3))
+        steps, refused, flags = (numbers[index::3] for index in range(3))
         return cls(tuple(steps), tuple(rank for rank, one in enumerate(refused) if one), tuple(map(int, flags)))
 
     def numbers(self) -> list[float]:
@@ -113,15 +114,15 @@ class Averager:
 
     Tables travel as the rows in which the difference is not zero, which are those that any step since the last round
     touched; what is compressed, as gradients are, with memories of what was not sent; all else in an all-reduce. All
-    ranks get the same bits, and with equal steps those of the plain mean. A rank without steps counts nothing, nor does
+    ranks get the same bits, with equal steps the bits of the plain mean. A rank without steps counts nothing, nor does
     one whose differences are not finite. (They are weighted before they are compressed, so a memory holds what the
     mean is owed, and it is sent even by a rank that counts nothing.)
 
     Args:
         lane: the lane of the ranks.
         entries: all parameters of the outer loop.
-        compression: what to compress, or None; tables never are.
-        scheme: the scheme of tables, as `thinwire.attach` takes it.
+        dense: what to compress, as `thinwire.outer.attach` takes it; tables never are.
+        scheme: the scheme of tables.
         records: rows of the table, by name.
         staging: the way of differences to the host, and back; None if they are there.
 
@@ -133,13 +134,13 @@ class Averager:
         self,
         lane: Lane,
         entries: Sequence[Entry],
-        compression: Compression | None,
+        dense: Dense,
         scheme: str | Scheme | TwoLevel,
-        records: dict[str, ParameterRecord],
+        records: ParameterRecords,
         staging: Staging | None = None,
     ) -> None:
         self._entries = {entry.name: entry for entry in entries}
-        self._compression, self._scheme, self._staging = compression, scheme, staging or Staging()
+        self._dense, self._scheme, self._staging = dense, scheme, staging or Staging()
         self._statistics = Statistics(records, lane.world_size)
         self._rounds = self._skipped = self._refused = 0
         self._enter(lane)
@@ -167,7 +168,7 @@ class Averager:
         buffers: Sequence[Tensor] = (),
         flag: int = 0,
         is_exact: bool = False,
-    ) -> Told:
+    ) -> RoundReport:
         """Replace differences by their mean, in place; a job of the lane calls it on all ranks with the same names.
 
         Where differences are on a device the job does so inside of ``staging.taking``. After an error they are
@@ -181,7 +182,7 @@ class Averager:
             is_exact: whether nothing is compressed this time; the same on all ranks.
 
         Returns:
-            What the ranks told. If nobody counts, all differences are 0.
+            What all ranks know then. If nobody counts, all differences are 0.
 
         Raises:
             MismatchError: ranks pass other names, shapes or dtypes; on all of them.
@@ -193,12 +194,12 @@ class Averager:
         traffic = lane.exchange.traffic
         with self.booking(lane, 3):
             mine = channel.attempt(lambda: [float(steps), float(not self._is_finite(tensors, limits)), float(flag)])
-            told = Told.of([number for of_rank in channel.gather_numbers(mine) for number in of_rank])
-        self._note(lane, told, differences)
-        if not told.total:
+            report = RoundReport.of([number for of_rank in channel.gather_numbers(mine) for number in of_rank])
+        self._note(lane, report, differences)
+        if not report.total:
             _weigh(tensors, 0.0)
-            return told
-        _weigh(tensors, lane.world_size * told.weights[lane.rank] / told.total)
+            return report
+        _weigh(tensors, lane.world_size * report.weights[lane.rank] / report.total)
         self._average_tables(lane, differences)
         names = [name for name in differences if not self.is_table(name)]
         compressed = None if is_exact else self._compressed
@@ -210,14 +211,14 @@ class Averager:
             before = traffic.sent_bytes
             fused_all_reduce(channel, exact)
             self._statistics.book_exact(OTHERS, self._statistics.ring_bytes(exact), traffic.sent_bytes - before)
-        return told
+        return report
 
     @contextmanager
     def booking(self, lane: Lane, numbers: int) -> Iterator[None]:
         """Count what the opening of a channel sends, and so many numbers that are gathered in it."""
         before = lane.exchange.traffic.sent_bytes
         yield
-        record = self._statistics.records.setdefault(OPENINGS, ParameterRecord(OPENINGS, "numbers", "all-gather"))
+        record = self._statistics.records.book(OPENINGS, "numbers", "all-gather", "")
         gathered = (lane.world_size - 1) * max(RECORD_BYTES, 8 * numbers + SEAL_BYTES) if numbers else 0
         record.add(lane.exchange.traffic.sent_bytes - before, opening_bytes(lane.world_size) + gathered, 0)
 
@@ -264,17 +265,19 @@ class Averager:
     def _enter(self, lane: Lane) -> None:
         """Begin with the ranks of a lane, which know nothing of each other."""
         self._statistics.world_size = lane.world_size
-        self._tables = GradientSync(self._scheme)
+        self._tables = GradientSync(self._scheme, is_each_priced=True)  # rounds are seldom, and unlike each other
         self._tables.records = self._statistics.records
         self._compressed: CompressedSync | None = None
-        if self._compression is None:
-            return
         dense = [
             Parameter(entry.name, tuple(local_of(entry.parameter).shape), entry.dtype)
             for entry in self._entries.values()
             if not entry.is_table and not entry.parameter.is_complex()
         ]
-        plans = self._compression.plans(dense, lane.world_size)
+        methods = assign(self._dense, dense)
+        for name, how in exact_of(methods).items():
+            if how != NATIVE:
+                raise ValueError(f"{how!r} of {name!r} sums gradients: differences are {NATIVE!r} or have a compressor")
+        plans = planned(methods, dense, lane.world_size)
         for name, plan in plans.items():
             if isinstance(core_of(plan.compressor), SignSGD):
                 raise ValueError(
@@ -282,8 +285,8 @@ class Averager:
                     " small it was: take ef_sign_sgd(), which keeps its size"
                 )
         if plans:
-            rest = self._statistics.records, True, self._statistics
-            self._compressed = CompressedSync(plans, self._compression, lane, *rest)
+            records, statistics = self._statistics.records, self._statistics
+            self._compressed = CompressedSync(plans, lane, records, can_skip=True, statistics=statistics)
 
     def _is_finite(self, tensors: Sequence[Tensor], limits: Sequence[float]) -> bool:
         """Return whether all elements are finite and within limits; a device is asked once."""
@@ -315,18 +318,18 @@ class Averager:
             for tensor, mean in zip(there, self._staging.to_device(*hosts), strict=True):
                 tensor.copy_(mean)
 
-    def _note(self, lane: Lane, told: Told, differences: Mapping[str, Tensor]) -> None:
+    def _note(self, lane: Lane, report: RoundReport, differences: Mapping[str, Tensor]) -> None:
         self._rounds += 1
-        self._skipped += not told.total
-        self._refused += len(told.refused)
-        if lane.rank in told.refused or (told.refused and lane.rank == 0):
-            ranks = ", ".join(str(lane.exchange.global_ranks[rank]) for rank in told.refused)
+        self._skipped += not report.total
+        self._refused += len(report.refused)
+        if lane.rank in report.refused or (report.refused and lane.rank == 0):
+            ranks = ", ".join(str(lane.exchange.global_ranks[rank]) for rank in report.refused)
             logger.warning(
                 "rank %s: not finite in round %d of %s: %s",
                 ranks,
                 self._rounds,
                 _span(list(differences)),
-                "it takes the anchors, and does not count" if told.total else "no rank counts, and anchors stay",
+                "it takes the anchors, and does not count" if report.total else "no rank counts, and anchors stay",
             )
 
 

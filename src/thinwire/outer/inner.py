@@ -1,20 +1,28 @@
-"""Ranks that train as one: those of a host, whose gradients DDP averages, or among which FSDP2 cut the parameters."""
+"""Ranks that train as one: a host's, whose gradients DDP averages, or among which FSDP2 cut the parameters.
+
+Trainers wrap a model for all ranks: in a DDP of all of them, or in FSDP2 with replicas. An outer loop over those ranks,
+or over the replicas, keeps them from averaging gradients in every step.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.comm.lane import resolve_group
+from thinwire.comm.lane import Group, resolve_group
 from thinwire.comm.process_group import lost_peer
 from thinwire.errors import PeerError
-from thinwire.gradients.fsdp import sharding_of
-from thinwire.gradients.model import is_sharded, synchronized_parameters
+from thinwire.gradients import torch_internals as internals
+from thinwire.gradients.module import is_sharded, like, local_of, synchronized_parameters
 from thinwire.gradients.parameters import broadcast_all
+from thinwire.gradients.sharded.layout import sharding_of
+from thinwire.gradients.synchronizer import Synchronizer
 from thinwire.outer.members import Members
 from thinwire.outer.recipe import OuterRecipe
 
@@ -38,6 +46,7 @@ class InnerGroup:
 
     def __init__(self, process_group: dist.ProcessGroup, is_alike: bool, device: torch.device) -> None:
         self._group, self.is_alike, self._device = process_group, is_alike, device
+        self.number = process_group.rank()
         self.speaks = not is_alike or process_group.rank() == 0
 
     @property
@@ -67,7 +76,7 @@ class InnerGroup:
             failure, numbers[0] = error, 1.0 + dist.get_rank()
         largest = torch.tensor(numbers, dtype=torch.float64, device=self._device)
         self._run(lambda: dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group))
-        failed, *told = largest.tolist()
+        failed, *most = largest.tolist()
         if failure is not None:
             raise failure
         if failed:
@@ -75,7 +84,7 @@ class InnerGroup:
                 f"rank {dist.get_rank()}: the round of rank {int(failed) - 1} failed, which trains together with this"
                 " one; its own error says why"
             )
-        return told
+        return most
 
     def share(self, means: Sequence[Tensor]) -> None:
         """Give the means of a round to ranks that do not speak, after `wait`."""
@@ -87,6 +96,29 @@ class InnerGroup:
             collective()
         except RuntimeError as error:
             raise lost_peer(error, dist.get_rank(), self._group.size()) from error
+
+
+def outer_group(model: nn.Module, chosen: Group) -> dist.ProcessGroup:
+    """Return the ranks that train apart: those chosen; else the replicas of an FSDP2 model; else all ranks."""
+    sharding = sharding_of(model) if chosen is None else None
+    replicas = None if sharding is None else sharding.replicas
+    return replicas or resolve_group(chosen)
+
+
+def train_apart(model: nn.Module, outer: dist.ProcessGroup | Members) -> Callable[[], None]:
+    """Keep DDP or FSDP2 from averaging gradients over the ranks of an outer loop; return what undoes that."""
+    undo = ExitStack()
+    if isinstance(model, DistributedDataParallel) and _has_ranks_of(resolve_group(model.process_group), outer):
+        undo.callback(internals.without_synchronization(model))
+    elif (sharding := sharding_of(model)) is not None and sharding.replicas is not None:
+        for unit in sharding.units:
+            undo.callback(internals.without_replicas(unit.group))
+    return undo.close
+
+
+def _has_ranks_of(group: dist.ProcessGroup, outer: dist.ProcessGroup | Members) -> bool:
+    ranks = None if isinstance(outer, Members) else set(dist.get_process_group_ranks(outer))
+    return ranks == set(dist.get_process_group_ranks(group))
 
 
 def inner_group(
@@ -108,30 +140,34 @@ def inner_group(
         return None
     if isinstance(model, DistributedDataParallel):
         group, is_alike = resolve_group(model.process_group), True
-        build = (
-            "build it inside of a host, DistributedDataParallel(module, process_group=mesh.get_group('host')), with"
-            f" {MESH}; or attach the plain module"
-        )
+        if _has_ranks_of(group, outer):
+            if Synchronizer.runs_on(model):
+                raise ValueError("thinwire.attach averages gradients of this model in every step: detach() it first")
+            if model.static_graph:
+                raise ValueError("DDP averages gradients in its first step with static_graph=True: leave that out")
+            return None
     elif (sharding := sharding_of(model)) is not None:
-        if sharding.replicas is not None:
-            raise ValueError(
-                f"outer= takes FSDP models without replicas: call fully_shard(model, mesh=mesh['host']) with {MESH}"
-            )
+        if sharding.replicas is not None and not _has_ranks_of(sharding.replicas, outer):
+            raise ValueError("an outer loop of FSDP2 with replicas is one over the replicas: leave out process_group=")
         alone = next((name for name, entry in synchronized_parameters(model) if entry.requires_grad), None)
         if alone is not None:
             raise ValueError(
                 f"FSDP ignores parameter {alone!r}, so that the ranks of a host would train it apart: leave out"
                 " ignored_params= (FSDP takes tables with sparse=False), or use DDP inside of a host"
             )
-        group, is_alike = sharding.group(), False
-        build = f"call fully_shard(model, mesh=mesh['host']) with {MESH}"
+        if not hasattr(sharding.units[0].group.mesh_info, "shard_process_group"):
+            raise ValueError("replicate() is DDP by FSDP2: take DistributedDataParallel under an outer loop")
+        if sharding.shards is None:
+            return None
+        group, is_alike = sharding.shards, False
     else:
         return None
     both = set(dist.get_process_group_ranks(group)).intersection(dist.get_process_group_ranks(outer))
     if len(both) > 1:
         raise ValueError(
-            f"ranks {sorted(both)} average gradients in every step, and outer= would average their parameters again:"
-            f" {build}"
+            f"ranks {sorted(both)} average gradients in every step, and an outer loop would average their parameters"
+            " again: leave out process_group=; or call fully_shard(model, mesh=mesh['host']), or build"
+            f" DistributedDataParallel(module, process_group=mesh.get_group('host')), with {MESH}"
         )
     if group.size() == 1:
         return None
@@ -144,8 +180,28 @@ def inner_group(
     return InnerGroup(group, is_alike, device)
 
 
+def local_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the state dict of an optimizer, with this rank's parts of what FSDP2 has in shards."""
+    state = optimizer.state_dict()
+    parts = {key: {name: local_of(value) for name, value in own.items()} for key, own in state["state"].items()}
+    return {**state, "state": parts}
+
+
+def load_local_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Restore what `local_state` returned.
+
+    Raises:
+        ValueError: the optimizer has other groups of parameters.
+    """
+    optimizer.load_state_dict(state)
+    for parameter, own in optimizer.state.items():
+        for name, value in own.items():
+            if isinstance(value, Tensor) and value.shape == local_of(parameter).shape:
+                own[name] = like(parameter, value)
+
+
 def reshard(model: nn.Module) -> None:
-    """Have FSDP2 gather parameters anew where it holds them whole, after they were written to."""
+    """Have FSDP2 gather parameters again where it holds them whole, after they were written to."""
     for module in model.modules():
         if is_sharded(module):
             module.reshard()  # type: ignore[operator]

@@ -5,63 +5,63 @@ from __future__ import annotations
 import copy
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Container, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import Any, NoReturn
-from weakref import WeakSet
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from thinwire.comm.c10d import never_compiled
+from thinwire.comm.cuda.staging import staging_for
 from thinwire.comm.lane import Lane, lane_stats
 from thinwire.comm.process_group import ring_all_reduce_bytes, sparse_all_reduce_bytes
-from thinwire.cuda.staging import staging_for
+from thinwire.compress.assign import NATIVE, Dense
 from thinwire.errors import ThinwireError
-from thinwire.follow.describe import configuration
-from thinwire.follow.state import Gathered
-from thinwire.gradients.compression import Compression
-from thinwire.gradients.model import is_sharded, local_of, module_of, synchronized_buffers, synchronized_parameters
-from thinwire.gradients.parameters import broadcast_all
+from thinwire.gradients.module import is_sharded, local_of, module_of, synchronized_buffers, synchronized_parameters
+from thinwire.gradients.parameters import share_first
+from thinwire.gradients.steps.describe import configuration
+from thinwire.gradients.steps.state import Gathered
+from thinwire.gradients.synchronizer import Attached
 from thinwire.gradients.tables import tables_of
-from thinwire.observe.step import ParameterRecord
+from thinwire.observe.step import ParameterRecords
 from thinwire.outer.anchors import Anchors
 from thinwire.outer.average import Averager, Entry
-from thinwire.outer.inner import inner_group, reshard
+from thinwire.outer.inner import inner_group, load_local_state, local_state, reshard, train_apart
 from thinwire.outer.members import Members, Roll
 from thinwire.outer.recipe import OuterRecipe
 from thinwire.outer.rounds import Rounds, agree
 from thinwire.outer.shadow import ShadowRounds
 from thinwire.outer.stepped import SteppedRounds
-from thinwire.sync.scheme import Scheme
-from thinwire.sync.two_level import TwoLevel
-from thinwire.synchronizer import Synchronizer
+from thinwire.sums.scheme import Scheme
+from thinwire.sums.two_level import TwoLevel
 
 VERSION = 1
 MOMENTUM_TWICE = (
     "error feedback sends the rest of a difference in later rounds, and Nesterov momentum then counts it once more:"
     " SparseLoCo (arXiv 2508.15706) trains without outer momentum, as with momentum=0.0, nesterov=False and"
-    " compress=thinwire.compress.error_feedback(compressor, decay=0.95)"
+    " dense=thinwire.compress.error_feedback(compressor, decay=0.95)"
 )
 
 logger = logging.getLogger("thinwire")
-_attached: WeakSet[nn.Module] = WeakSet()
 
 
-class OuterLoop(Synchronizer):
-    """A running outer loop, which `thinwire.attach` returns where it is given ``outer=``.
+@final
+class OuterLoop(Attached):
+    """A running outer loop, which `thinwire.outer.attach` returns.
 
-    It has the methods of a `Synchronizer`, for parameters in place of gradients. Hooks of the optimizer hold its parts,
-    so it need not be kept; it keeps its model alive, and when the model is freed its lane is released.
+    Hooks of the optimizer hold its parts, so it need not be kept; it keeps its model alive, and when the model is freed
+    its lane is released.
 
     Example:
         >>> recipe = thinwire.outer.diloco(every=64)                                     # doctest: +SKIP
-        >>> sync = thinwire.attach(model, outer=recipe, optimizer=optimizer)             # doctest: +SKIP
+        >>> loop = thinwire.outer.attach(model, optimizer, recipe)                       # doctest: +SKIP
         >>> train(model, optimizer)                                                      # doctest: +SKIP
-        >>> sync.synchronize()                                                           # doctest: +SKIP
+        >>> loop.synchronize()                                                           # doctest: +SKIP
     """
 
     keeps_ranks_alike = False  # so that a Checkpointer does not take ranks that differ for broken ones
@@ -72,12 +72,13 @@ class OuterLoop(Synchronizer):
         group: dist.ProcessGroup | Members,
         recipe: OuterRecipe,
         optimizer: torch.optim.Optimizer,
-        compression: Compression | None,
-        scheme: str | Scheme | TwoLevel,
+        rows: str | Scheme | TwoLevel,
+        dense: Dense,
+        excluded: frozenset[str],
         timeout: timedelta | None,
     ) -> None:
         self._model, self._recipe = model, recipe
-        named = dict(model.named_parameters() if is_sharded(model) else synchronized_parameters(model))
+        named = dict(model.named_parameters() if is_sharded(model) else synchronized_parameters(model, excluded))
         named = {name: one for name, one in named.items() if one.is_floating_point() or one.is_complex()}
         self._parameter_names = list(named)
         tables = {id(table) for table in tables_of(module_of(model))}
@@ -86,14 +87,14 @@ class OuterLoop(Synchronizer):
         self._staging = staging = staging_for(device)
         self._host = inner = inner_group(model, group, device, recipe)
         self._speaks = inner is None or inner.speaks
-        self._rows: dict[str, ParameterRecord] = {}
-        text = "\n".join([recipe.describe(), configuration(scheme, model, None, None)])
+        self._rows = ParameterRecords()
+        text = "\n".join([repr(recipe), configuration(rows, model, excluded)])
         module = weakref.ref(module_of(model))
         average = partial(
             Averager,
             entries=entries,
-            compression=compression if self._speaks else None,
-            scheme=scheme,
+            dense=dense if self._speaks else NATIVE,
+            scheme=rows,
             records=self._rows,
             staging=staging,
         )
@@ -101,16 +102,16 @@ class OuterLoop(Synchronizer):
         def begin(lane: Lane, averager: Averager) -> Rounds:  # members hold it, so it must not hold the model
             if recipe.nesterov and averager.remembers and lane.rank == 0:
                 logger.warning(MOMENTUM_TWICE)
-            anchors = Anchors(named, recipe, partial(_floating_buffers, module))
-            parts = recipe, anchors, averager, lane, staging, text, partial(_untrained, module)
+            anchors = Anchors(named, recipe, partial(_floating_buffers, module, excluded))
+            parts = recipe, anchors, averager, lane, staging, text, partial(_untrained, module, excluded)
             return ShadowRounds(*parts) if recipe.in_background else SteppedRounds(*parts, inner=inner)
 
-        found: list[Rounds] = []
+        begun: list[Rounds] = []
 
         def enter(lane: Lane, roll: Roll) -> None:
-            if not found:
-                found.append(begin(lane, average(lane)))
-            found[0].enter(lane, roll)
+            if not begun:
+                begun.append(begin(lane, average(lane)))
+            begun[0].enter(lane, roll)
 
         members: Members | None = None
         if isinstance(group, Members):
@@ -121,27 +122,31 @@ class OuterLoop(Synchronizer):
             lane = Lane(group, timeout, staging)
             try:
                 averager = average(lane)
-                whole = averager if self._speaks else average(lane, compression=compression, records={})
+                whole = averager if self._speaks else average(lane, dense=dense, records=ParameterRecords())
                 lane.submit(partial(agree, text=text, averager=whole)).wait()  # refused here, too
-                broadcast_all((*named.values(), *dict(synchronized_buffers(module_of(model))).values()), group)
-                found.append(begin(lane, averager))
+                share_first(
+                    (*named.values(), *dict(synchronized_buffers(module_of(model), excluded)).values()), group, lane
+                )
+                begun.append(begin(lane, averager))
                 if recipe.min_ranks is not None:
                     members = Members.of(group, timeout)
                     members.prepare(enter, recipe.min_ranks, timeout, staging)
             except Exception:
                 lane.close()
                 raise
-        (self._rounds,) = found
+        (self._rounds,) = begun
         self._averager = self._rounds.averager
         self._rounds.meet_in(lane, members if recipe.min_ranks is not None else None)
+        self._optimizer = optimizer
+        self._average_again = train_apart(model, group)
         self._hook = StepHook(self._rounds, named)
         self._hook.register(optimizer)
-        _attached.add(model)
+        self._running.add(model)
         self._at_end = weakref.finalize(model, _release, self._hook)
         self._at_end.atexit = False  # type: ignore[misc]  # a property, which the stubs make a field
 
     @property
-    def _lane(self) -> Lane:  # type: ignore[override]  # members may begin another
+    def _lane(self) -> Lane:  # members may begin another
         return self._rounds.lane
 
     def __repr__(self) -> str:
@@ -156,15 +161,17 @@ class OuterLoop(Synchronizer):
     def stats(self) -> dict[str, float]:
         """Return totals of this rank since `attach`, with the names of `Synchronizer.stats`.
 
-        ``comm/steps`` are steps of the optimizer, and ``comm/bytes_dense`` is what stock DDP would have sent in them.
-        ``comm/exposed_seconds`` is how long the training thread waited for rounds. ``outer/rounds`` have been averaged,
-        each of one fragment; ``outer/ranks`` counted in the last one; in ``outer/skipped_rounds`` none did.
+        ``comm/steps`` and ``comm/optimizer_steps`` are steps of the optimizer; ``comm/bytes_dense`` is what stock DDP
+        would have sent in them. ``comm/exposed_seconds`` is how long the training thread waited for rounds.
+        ``outer/rounds`` have been averaged, each of one fragment; ``outer/ranks`` counted in the last one; in
+        ``outer/skipped_rounds`` none did.
         ``outer/refused`` is how often a rank was left out because its parameters were not finite. ``outer/lost_steps``
         are inner steps of this rank that nobody got, because the others went on without it.
         """
         return {
             **lane_stats([self._lane]),
             "comm/steps": float(self._rounds.steps),
+            "comm/optimizer_steps": float(self._rounds.steps),
             "comm/bytes_dense": float(self._hook.dense_bytes),
             "comm/exposed_seconds": self._rounds.exposed_seconds,
             "outer/inner_steps": float(self._rounds.steps),
@@ -177,10 +184,6 @@ class OuterLoop(Synchronizer):
     def table(self) -> list[dict[str, str | int | float]]:
         """Return one row per parameter or averaged group, as `Synchronizer.table`; a step is a round."""
         return [record.row() for record in self._rows.values()]
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Return a context that does nothing: only steps of the optimizer count."""
-        return nullcontext()
 
     def synchronize(self) -> None:
         """End all rounds now; afterwards all ranks have the same parameters. All ranks call it, as before saving.
@@ -202,7 +205,7 @@ class OuterLoop(Synchronizer):
         Anchors have the same bits on all ranks. Nothing is sent, so ranks need not call it together.
 
         Example:
-            >>> with sync.global_parameters():                                           # doctest: +SKIP
+            >>> with loop.global_parameters():                                           # doctest: +SKIP
             ...     evaluate(model)
         """
         try:
@@ -222,7 +225,7 @@ class OuterLoop(Synchronizer):
         with self._rounds.still():
             state = {
                 "version": VERSION,
-                "recipe": self._recipe.describe(),
+                "recipe": repr(self._recipe),
                 "parameters": sorted(self._parameter_names),
                 "shard": 0 if self._host is None else self._host.shard,
                 **self._rounds.state_dict(),
@@ -237,11 +240,9 @@ class OuterLoop(Synchronizer):
             ValueError: a state of another version, recipe or model; nothing is changed.
         """
         if state.get("version") != VERSION or "recipe" not in state:
-            raise ValueError(
-                f"this is no state of an outer loop of version {VERSION}: attach with outer= saved another"
-            )
-        if state["recipe"] != self._recipe.describe():
-            raise ValueError(f"the state was saved with {state['recipe']}, and here is {self._recipe.describe()}")
+            raise ValueError(f"this is no state of an outer loop of version {VERSION}: thinwire.attach saved another")
+        if state["recipe"] != repr(self._recipe):
+            raise ValueError(f"the state was saved with {state['recipe']}, and here is {self._recipe!r}")
         unknown = set(state["parameters"]) ^ set(self._parameter_names)
         if unknown:
             raise ValueError(f"the state belongs to a model with other parameters; {min(unknown)!r} is in one of them")
@@ -259,17 +260,23 @@ class OuterLoop(Synchronizer):
     def gathered(self) -> Gathered:
         """Return the states of all ranks as one object, as `Synchronizer.gathered`.
 
-        Raises:
-            ValueError: ranks have shards of parameters.
+        They have what else each rank has of its own in the middle of a round: its parameters, also inside of
+        `global_parameters`, and the state of its optimizer. So a trainer whose checkpoint has the model and the
+        optimizer of rank 0 can restore those of all ranks: load this last.
         """
-        if self._host is not None and not self._host.is_alike:
-            raise ValueError("rank 0 does not write the shards of all ranks: save sync.state_dict() on every rank")
         runs_jobs: Any = self._rounds  # as a lane does, but between rounds
-        return Gathered(runs_jobs, self.state_dict, self.load_state_dict)
+        number = 0 if self._host is None else self._host.number
+        return Gathered(runs_jobs, self._state_of_rank, self._load_state_of_rank, number)
 
-    def trace(self, steps: int | None = None) -> NoReturn:
-        """Raise ValueError: traces show the parts of a backward pass, in which nothing is sent."""
-        raise ValueError("trace() shows what is sent during backward, and with outer= nothing is: see stats()")
+    def _state_of_rank(self) -> dict[str, Any]:
+        return {**self.state_dict(), "own": self._rounds.anchors.own(), "optimizer": local_state(self._optimizer)}
+
+    def _load_state_of_rank(self, state: dict[str, Any]) -> None:
+        self.load_state_dict(state)
+        if "own" in state:  # earlier versions left it to the trainer
+            load_local_state(self._optimizer, state["optimizer"])
+            self._rounds.anchors.load_own(state["own"])
+            reshard(self._model)
 
     def watch_lane(self, watcher: Callable[[float, float], None] | None) -> None:
         """Call ``watcher`` with the start and end of each job, as `Synchronizer.watch_lane`."""
@@ -287,7 +294,8 @@ class OuterLoop(Synchronizer):
             return
         self._at_end.detach()
         self._hook.remove()
-        _attached.discard(self._model)
+        self._average_again()
+        self._running.discard(self._model)
         try:
             self._rounds.land_all()
             reshard(self._model)
@@ -307,6 +315,7 @@ class StepHook:
         self._parameters = list(parameters.values())
         self._handles: list[RemovableHandle] = []
         self.dense_bytes = 0
+        self._is_empty = False
 
     @property
     def is_registered(self) -> bool:
@@ -323,16 +332,19 @@ class StepHook:
             handle.remove()
         self._handles = []
 
-    @torch.compiler.disable
+    @never_compiled
     def _before(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        self._is_empty = not self.rounds.steps and _is_empty(optimizer)
+        if self._is_empty:
+            return
         if not self.rounds.steps:
             self.rounds.check_start(entry for group in optimizer.param_groups for entry in group["params"])
         self.rounds.before_step()
 
-    @torch.compiler.disable
+    @never_compiled
     def _after(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         found_inf = getattr(optimizer, "found_inf", None)  # of a GradScaler whose optimizer skips by itself
-        if found_inf is not None and float(found_inf):
+        if self._is_empty or (found_inf is not None and float(found_inf)):
             return
         refusals = self.rounds.refusals
         with torch.no_grad():
@@ -355,6 +367,13 @@ class StepHook:
         self.dense_bytes += ring_all_reduce_bytes(dense, self.rounds.lane.world_size)
 
 
+def _is_empty(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a step is that of torch.distributed.checkpoint, by zero gradients, for state to load into."""
+    gradients = [entry.grad for group in optimizer.param_groups for entry in group["params"] if entry.requires_grad]
+    is_still = not any(float(group.get("lr", 1.0)) for group in optimizer.param_groups)
+    return is_still and all(one is not None and not one.is_sparse and not local_of(one).any() for one in gradients)
+
+
 def _mend(optimizer: torch.optim.Optimizer) -> None:
     """Forget moments that are not finite: from anchors they would lead to parameters that are not, again."""
     for state in optimizer.state.values():
@@ -363,20 +382,21 @@ def _mend(optimizer: torch.optim.Optimizer) -> None:
                 tensor.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
 
-def _floating_buffers(module: weakref.ref[nn.Module]) -> dict[str, Tensor]:
+def _floating_buffers(module: weakref.ref[nn.Module], excluded: Container[str]) -> dict[str, Tensor]:
     """Return the floating buffers of a module, as they are now; none if it is gone."""
-    found = module()
-    named = () if found is None else synchronized_buffers(found)
+    owner = module()
+    named = () if owner is None else synchronized_buffers(owner, excluded)
     return {name: buffer for name, buffer in named if buffer.is_floating_point()}
 
 
-def _untrained(module: weakref.ref[nn.Module]) -> dict[str, Tensor]:
+def _untrained(module: weakref.ref[nn.Module], excluded: Container[str]) -> dict[str, Tensor]:
     """Return what has no anchor and is the same on all ranks at the start: frozen parameters, and buffers."""
-    found = module()
-    if found is None:
+    owner = module()
+    if owner is None:
         return {}
-    frozen = [(name, entry.detach()) for name, entry in synchronized_parameters(found) if not entry.requires_grad]
-    return {name: local_of(tensor) for name, tensor in (*frozen, *synchronized_buffers(found))}
+    named = synchronized_parameters(owner, excluded)
+    frozen = [(name, entry.detach()) for name, entry in named if not entry.requires_grad]
+    return {name: local_of(tensor) for name, tensor in (*frozen, *synchronized_buffers(owner, excluded))}
 
 
 def _release(hook: StepHook) -> None:
@@ -384,8 +404,3 @@ def _release(hook: StepHook) -> None:
     hook.remove()
     hook.rounds.drop()
     hook.rounds.lane.abandon()
-
-
-def is_outer(model: nn.Module) -> bool:
-    """Return whether an `OuterLoop` of this model is not detached yet."""
-    return model in _attached

@@ -17,25 +17,27 @@ import re
 import secrets
 import threading
 import time
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 from torch.distributed.constants import default_pg_timeout
 
+from thinwire.comm.c10d import default_store
 from thinwire.comm.channel import Draft, Subject
 from thinwire.comm.connections import PrivateGroup
-from thinwire.comm.lane import EXIT_SECONDS, Lane
+from thinwire.comm.lane import EXIT_SECONDS, Lane, beside
 from thinwire.comm.process_group import Staging
 from thinwire.errors import CorruptMessageError, LostPeerError, MismatchError, ThinwireError, told
-from thinwire.follow.state import packed, unpacked
-from thinwire.wire import Format, Kind, aligned
+from thinwire.gradients.steps.state import packed, unpacked
+from thinwire.outer.heart import FROZEN_SECONDS, GONE_SECONDS, SILENT_SECONDS, Heart
+from thinwire.rows.formats import Format, Kind, aligned
 
 T = TypeVar("T")
 
@@ -44,10 +46,13 @@ GRACE_SECONDS = 5.0
 """How long ranks that meet wait for one whose connection is gone: it may live, and have lost another rank."""
 FORM_SECONDS = 30.0
 """Longest that the ranks of a generation wait for each other's connections: all have just agreed on it."""
+READY_SECONDS = 5.0
+"""Likewise if all of them were there a moment before."""
 ATTEMPTS = 5
 """Number of generations that may fail in a row before their first round."""
 _MAX_BYTES = 1 << 20
 _GENERATION = "generation"
+_ENDED = "ended"
 _NOTHING = "nothing of thinwire"
 _CPU = torch.device("cpu")
 _groups_seen: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
@@ -84,9 +89,12 @@ class Generation:
         return cls(numbers[0], dict(sorted(members.items())), numbers[1], value["began"] is True)
 
 
+NOBODY = Generation(0, {})
+
+
 @dataclass(frozen=True)
 class Roll:
-    """What the ranks of a new generation have told each other; ranks are those of its lane.
+    """What the ranks of a new generation know of each other; ranks are numbers in its lane.
 
     Args:
         source: the rank whose state others take.
@@ -102,7 +110,7 @@ class Roll:
 
 
 class Members:
-    """The planned ranks of an outer loop, for ``thinwire.attach(..., outer=..., process_group=...)``.
+    """The planned ranks of an outer loop, for ``thinwire.outer.attach(..., process_group=...)``.
 
     Its processes need no process group in common: each may be a job of its own, which is how one that died comes back
     while the others go on. It starts the same script with the same rank, and takes parameters, outer optimizer and
@@ -123,8 +131,7 @@ class Members:
         >>> store = torch.distributed.TCPStore("store.example", 29400)             # doctest: +SKIP
         >>> members = thinwire.outer.Members(store, rank=host, world_size=8)       # doctest: +SKIP
         >>> recipe = thinwire.outer.diloco(every=64, min_ranks=4)                  # doctest: +SKIP
-        >>> sync = thinwire.attach(model, outer=recipe, optimizer=optimizer,
-        ...                        process_group=members)                          # doctest: +SKIP
+        >>> loop = thinwire.outer.attach(model, optimizer, recipe, process_group=members)   # doctest: +SKIP
     """
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, timeout: timedelta = default_pg_timeout) -> None:
@@ -144,13 +151,13 @@ class Members:
 
         Ranks make the same calls in the same order.
         """
-        found = cls.__new__(cls)
+        members = cls.__new__(cls)
         ranks, name = dist.get_process_group_ranks(process_group), process_group.group_name
-        found.rank, found.timeout, found._ranks = dist.get_rank(), timeout or default_pg_timeout, frozenset(ranks)
-        default = _own(distributed_c10d._get_default_store())
+        members.rank, members.timeout, members._ranks = dist.get_rank(), timeout or default_pg_timeout, frozenset(ranks)
+        default = _own(default_store())
         store = dist.PrefixStore(f"thinwire/{name}/{next(_groups_seen[name])}", default)
-        found._begin(store, str(found.rank), Generation(0, {rank: str(rank) for rank in ranks}, began=True))
-        return found
+        members._begin(store, str(members.rank), Generation(0, {rank: str(rank) for rank in ranks}, began=True))
+        return members
 
     def size(self) -> int:
         """Return the number of planned ranks."""
@@ -159,15 +166,16 @@ class Members:
     @property
     def number(self) -> int:
         """The number of the generation, which changes with its ranks."""
-        assert self._generation is not None, "nobody has met yet"
         return self._generation.number
 
     def _begin(self, store: dist.Store, token: str, generation: Generation | None) -> None:
-        self._store, self._token, self._generation = store, token, generation
+        self._store, self._token, self._generation = store, token, generation or NOBODY
         self._is_new = generation is None
         self._is_store_lost = False
         self._store_turn = threading.Lock()  # held until the store has answered
         self._enter: Callable[[Lane, Roll], object] | None = None
+        self._heart: Heart | None = None
+        self._lane: weakref.ref[Lane] | None = None
         self.times_left_out = 0
 
     def prepare(
@@ -176,6 +184,7 @@ class Members:
         min_ranks: int | None = None,
         timeout: timedelta | None = None,
         staging: Staging | None = None,
+        has_heart: bool = False,
     ) -> None:
         """Set what lanes of these members are made of; once.
 
@@ -183,6 +192,8 @@ class Members:
             enter: a job of each new lane: checks that all ranks run the same, and hands over what new ranks need.
             min_ranks: how many ranks are enough; None for all.
             timeout: longest wait of an exchange; None for that of the members.
+            has_heart: whether ranks give signs of life. Then one that is gone is missed within a second or, if its host
+                froze, in 5, and one that only computes for long is waited for.
 
         Raises:
             ValueError: it was called before.
@@ -191,6 +202,36 @@ class Members:
             raise ValueError("these Members are attached already: make others, with a PrefixStore of their own")
         self.min_ranks = len(self._ranks) if min_ranks is None else min_ranks
         self._enter, self._staging, self._exchange_timeout = enter, staging, timeout or self.timeout
+        if has_heart:
+            self._heart = Heart(_own(self._store), self._tokens, self._is_frozen)
+
+    def watch(self, lane: Lane) -> None:
+        """Have the heart break this lane off when a rank of it freezes."""
+        self._lane = weakref.ref(lane)
+
+    def leave(self) -> None:
+        """Give no more signs of life, at the end; who comes later need not wait."""
+        if self._heart is not None:
+            self._heart.stop()
+        with suppress(LostPeerError):
+            self._set(_ENDED, "")
+
+    def _tokens(self) -> tuple[str, Mapping[int, str]]:
+        return self._token, self._generation.members
+
+    def _is_frozen(self, rank: int) -> None:
+        lane = None if self._lane is None else self._lane()
+        if lane is not None and rank in lane.exchange.global_ranks and not lane.is_broken:
+            silence = f"rank {rank} gave no sign of life for {FROZEN_SECONDS:g} s"
+            lane.break_off(silence, LostPeerError(silence))
+
+    def _patience(self, rank: int, is_lost: bool, short: float) -> float:
+        """Return the seconds for which a rank is waited for that is not there yet, when others meet."""
+        limit = self._exchange_timeout.total_seconds()
+        if self._heart is None:
+            return short if is_lost else limit
+        is_gone = self._heart.silence(self._generation.members[rank]) > (GONE_SECONDS if is_lost else SILENT_SECONDS)
+        return 0.0 if is_gone else limit
 
     def enter(self) -> Lane:
         """Return the lane of the ranks that take part, once this one is let in.
@@ -206,7 +247,6 @@ class Members:
 
     def asked(self, lane: Lane) -> bool:
         """Return whether a process waits to be let in; a job of each round calls it, and tells the others."""
-        assert self._generation is not None
         if self._is_store_lost and self._store_turn.locked():
             return False
         limit = min(GRACE_SECONDS, self._exchange_timeout.total_seconds() / 4)  # meanwhile the others wait
@@ -242,7 +282,7 @@ class Members:
     def _settle(self, generation: Generation, done: Callable[[], int], before: Lane | None = None) -> Lane:
         """Connect the ranks of a generation and let new ones in; after a failure, meet again without who is lost."""
         if before is not None:  # its thread must not go on with a round that is made again
-            before.break_off("its ranks have met anew")
+            before.break_off("its ranks have met again")
             before.abandon()
             before.join(EXIT_SECONDS)
         for attempt in itertools.count(1):
@@ -252,6 +292,7 @@ class Members:
                 group = PrivateGroup(self._make_group)
                 group.process_group._get_backend(_CPU)._set_default_timeout(self._exchange_timeout)  # type: ignore[attr-defined]
                 lane = Lane(group, self._exchange_timeout, self._staging)
+                self.watch(lane)
                 lane.submit(lambda lane: self._open(lane, done())).wait()
             except MismatchError:  # all know of it
                 assert lane is not None
@@ -278,31 +319,45 @@ class Members:
 
     def _make_group(self) -> dist.ProcessGroup:
         """Connect the ranks of the generation; torch does not register the group, which may end at any time."""
-        assert self._generation is not None
         ranks, number = list(self._generation.members), self._generation.number
-        place, limit = ranks.index(self.rank), min(self._exchange_timeout, timedelta(seconds=FORM_SECONDS))
+        seconds = FORM_SECONDS if self._heart is None else READY_SECONDS
+        index, limit = ranks.index(self.rank), min(self._exchange_timeout, timedelta(seconds=seconds))
+        self._wait_until_ready(number)
         store = dist.PrefixStore(f"group {number}", self._store)
-        group = dist.ProcessGroup(store, place, len(ranks))
+        group = dist.ProcessGroup(store, index, len(ranks))
         group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-        backend = dist.ProcessGroupGloo(store, place, len(ranks), timeout=limit)
+        backend = dist.ProcessGroupGloo(store, index, len(ranks), timeout=limit)
         backend.options.global_ranks_in_group = ranks
         group._register_backend(_CPU, dist.ProcessGroup.BackendType.GLOO, backend)
         return group
 
+    def _wait_until_ready(self, number: int) -> None:
+        """Wait until all ranks are about to connect, if they give signs of life: Gloo would wait long for one that died
+        since they have met."""
+        generation, heart = self._generation, self._heart
+        if heart is None:
+            return
+        ready, limit = self._add(f"ready {number}", 1), time.monotonic() + FORM_SECONDS
+        while ready < len(generation.members):
+            silent = [rank for rank, token in generation.members.items() if heart.silence(token) > GONE_SECONDS]
+            if silent or time.monotonic() > limit:
+                raise LostPeerError(f"rank {self.rank}: ranks {silent} did not come to generation {number}")
+            time.sleep(POLL_SECONDS / 2)
+            ready = self._add(f"ready {number}", 0)
+
     def _open(self, lane: Lane, done: int) -> None:
         """Agree on who needs what, and do what the loop wants done before the first round."""
         generation, enter = self._generation, self._enter
-        assert generation is not None
         assert enter is not None
         with lane.setting_up():
-            told_all = lane.channel(Subject("members", "rounds")).gather_numbers([float(self._is_new), float(done)])
-            old = [rank for rank, (is_new, _) in enumerate(told_all) if not is_new]
+            answers = lane.channel(Subject("members", "rounds")).gather_numbers([float(self._is_new), float(done)])
+            old = [rank for rank, (is_new, _) in enumerate(answers) if not is_new]
             if not old and generation.began:
                 error = f"rank {self.rank}: all ranks that had the parameters are gone: restore them from a checkpoint,"
                 raise told(LostPeerError(f"{error} and begin with another PrefixStore"), lane.world_size)
             new = frozenset(range(lane.world_size)) - set(old or (0,))
             self._newcomers = frozenset(lane.exchange.global_ranks[rank] for rank in new)
-            least = min((told_all[rank][1] for rank in old), default=0.0)
+            least = min((answers[rank][1] for rank in old), default=0.0)
             enter(lane, Roll((old or [0])[0], new, int(least), bool(old)))
             lane.channel(Subject("members", "entered")).open()
         self._store_call(lambda: self._store.delete_key(f"group {generation.number}/0/{lane.rank}"))
@@ -318,6 +373,8 @@ class Members:
             holder = None if now is None else now.members.get(self.rank)
             if now is not None and holder == self._token:
                 return now
+            if self._peek(_ENDED) is not None:
+                raise LostPeerError(f"rank {self.rank}: the others have ended: begin with another PrefixStore")
             asked = self._peek(key)
             is_other = is_asked and asked not in (None, self._token)
             if now is not None and first is not None and holder is not None:
@@ -360,7 +417,6 @@ class Members:
             without: ranks that are left out.
         """
         last = self._generation
-        assert last is not None
         present, askers = {self.rank}, dict[int, str]()
         beats: dict[str, int] = {}
         began, limit, asks = time.monotonic(), self._exchange_timeout.total_seconds(), last.asks
@@ -372,7 +428,8 @@ class Members:
             lost = set() if lane is None else {lane.exchange.global_ranks[rank] for rank in lane.lost}
             is_quick = is_late or (lane is not None and lane.is_broken and not lost)  # it timed out, and so do all
             waited = time.monotonic() - began
-            wait_for = {rank: short if is_quick or rank in lost else limit for rank in away if rank not in present}
+            late = (rank for rank in away if rank not in present)
+            wait_for = {rank: self._patience(rank, is_quick or rank in lost, short) for rank in late}
             if admits:
                 asks = self._add("asks", 0)
                 askers = {rank: token for rank, token in self._askers(beats).items() if rank not in present}
@@ -387,7 +444,7 @@ class Members:
         if now.members.get(self.rank) == self._token:
             return now
         if self.rank in now.members:
-            raise LostPeerError(f"rank {self.rank}: another process has taken the place of this one: end this one")
+            raise LostPeerError(f"rank {self.rank}: another process has replaced this one: end this one")
         logger.warning("rank %d: generation %d is without this rank, which asks to be let in", self.rank, now.number)
         self.times_left_out += 1
         return self._ask()
@@ -405,7 +462,7 @@ class Members:
         expected = "" if last is None or number == 0 else _written(last)
         if self._store_call(lambda: self._store.compare_set(_GENERATION, expected, proposed)).decode() != proposed:
             return
-        done = [] if last is None else [f"{number}/{token}" for token in last.members.values()]
+        done = [] if last is None else [f"{number}/{token}" for token in last.members.values()] + [f"ready {number}"]
         done += [f"beat/{token}" for token in beats]
         done += [key for key in (f"ask/{rank}" for rank in self._ranks) if beats and (self._peek(key) or "") in beats]
         for key in done:
@@ -417,14 +474,14 @@ class Members:
         Args:
             beats: the first count of each token, kept from call to call.
         """
-        found = {}
+        askers = {}
         for rank in self._ranks:
             token = self._peek(f"ask/{rank}")
             if token is not None and re.fullmatch("[0-9a-f]{16}", token):
                 count = self._add(f"beat/{token}", 0)
                 if count > beats.setdefault(token, count):
-                    found[rank] = token
-        return found
+                    askers[rank] = token
+        return askers
 
     def _too_few(self, there: int, verb: str) -> LostPeerError:
         return LostPeerError(
@@ -446,8 +503,8 @@ class Members:
     def _peek(self, key: str) -> str | None:
         """Return the value of a key, or None; ``Store.get`` would wait for it."""
         value = self._store_call(lambda: self._store.compare_set(key, _NOTHING, _NOTHING))
-        found = value.decode(errors="replace")
-        return None if found == _NOTHING else found
+        text = value.decode(errors="replace")
+        return None if text == _NOTHING else text
 
     def _set(self, key: str, value: str) -> None:
         self._store_call(lambda: self._store.set(key, value))
@@ -457,22 +514,13 @@ class Members:
 
     def _store_call(self, call: Callable[[], T], seconds: float | None = None) -> T:
         """Return what the store answers, on a thread of its own: torch would wait for ever for a host that hangs."""
-        answer = Future[T]()
-
-        def run() -> None:
-            try:
-                answer.set_result(call())
-            except Exception as error:
-                answer.set_exception(error)
-            finally:
-                self._store_turn.release()
-
         seconds = self.timeout.total_seconds() if seconds is None else seconds
         try:
-            is_mine = self._store_turn.acquire(timeout=seconds)
-            if is_mine:
-                threading.Thread(target=run, name="thinwire-store", daemon=True).start()
-            return answer.result(seconds if is_mine else 0.0)
+            if not self._store_turn.acquire(timeout=seconds):
+                raise TimeoutError
+            answer = beside("thinwire-store", call)
+            answer.add_done_callback(lambda _: self._store_turn.release())
+            return answer.result(seconds)
         except (RuntimeError, TimeoutError) as error:
             reason = str(error).partition("\n")[0] or f"no answer for {seconds:g} s"
             raise LostPeerError(
@@ -498,8 +546,8 @@ def hand_over(lane: Lane, roll: Roll, state: Mapping[str, Any]) -> dict[str, Any
     """
     is_source, is_new = lane.rank == roll.source, lane.rank in roll.new
     mine = packed(dict(state)) if is_source else torch.empty(0, dtype=torch.uint8)
-    told = lane.channel(Subject("bytes of the state", "1 number")).gather_numbers([mine.numel()])
-    (size,) = told[roll.source]
+    sizes = lane.channel(Subject("bytes of the state", "1 number")).gather_numbers([mine.numel()])
+    (size,) = sizes[roll.source]
     channel = lane.channel(Subject("state of new ranks", f"{size:.0f} bytes"))
 
     def drafts() -> list[Draft]:

@@ -8,15 +8,16 @@ the anchor: an outer SGD steps the anchor, and ``mix`` says how far the paramete
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from thinwire.errors import unknown
 
-ALGORITHMS = {  # defaults of lr, momentum and mix
-    "easgd": (0.5, 0.0, 0.5),
-    "average": (1.0, 0.0, 0.5),
-    "bmuf": (0.5, 0.5, 0.5),
-}
+LEAST_ROUNDS = 100
+"""Rounds below which a training from scratch ends behind data parallelism: by 11 to 44 % in docs/guides/outer.md."""
+_NO_PAUSE = 1e-3
+"""Seconds between the beginnings of two rounds that follow each other at once."""
+ALGORITHMS = {"easgd": (0.5, 0.0, 0.5), "average": (1.0, 0.0, 0.5), "bmuf": (0.5, 0.5, 0.5)}
+"""Defaults of lr, momentum and mix of the algorithms of `shadow_sync`."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,30 @@ class OuterRecipe:
                 " pass at most as many steps"
             )
 
+    def after(self, start_step: int) -> OuterRecipe:
+        """Return this recipe with so many first steps after each of which parameters are averaged exactly.
+
+        Example:
+            >>> diloco(every=64).after(500).start_step
+            500
+        """
+        return replace(self, start_step=start_step)
+
+    def few_rounds(self, steps: float) -> str:
+        """Return a warning if a training of so many inner steps has few rounds; else nothing.
+
+        Example:
+            >>> diloco(every=64).few_rounds(64 * LEAST_ROUNDS)
+            ''
+        """
+        if self.every is None or not 0 < steps - self.start_step < self.every * LEAST_ROUNDS:
+            return ""
+        rounds = (int(steps) - self.start_step) // self.every
+        return (
+            f"{steps:,} steps are {rounds} rounds of {self.name}(every={self.every}); from scratch, fewer than"
+            f" {LEAST_ROUNDS} ended 11 to 44 % above DDP: pass a smaller every=, or begin by recipe.after(steps)"
+        )
+
     def launched(self, step: int) -> int:
         """Return how many launches there have been after so many inner steps; fragments take turns.
 
@@ -103,10 +128,6 @@ class OuterRecipe:
             return rounds
         return self.start_step + ((rounds - self.start_step) * self.fragments + rest) * self.every // self.fragments
 
-    def describe(self) -> str:
-        """Return the settings on which all ranks must agree, as a call."""
-        return f"{self!r}"
-
 
 def local_sgd(every: int = 8, start_step: int = 0, min_ranks: int | None = None) -> OuterRecipe:
     """Average parameters after every so many inner steps: local SGD, and post-local SGD with ``start_step``.
@@ -119,7 +140,7 @@ def local_sgd(every: int = 8, start_step: int = 0, min_ranks: int | None = None)
     Args and errors: as of `OuterRecipe`.
 
     Example:
-        >>> sync = thinwire.attach(model, outer=local_sgd(every=8), optimizer=optimizer)      # doctest: +SKIP
+        >>> sync = thinwire.outer.attach(model, optimizer, local_sgd(every=8))      # doctest: +SKIP
     """
     return OuterRecipe("local_sgd", "local_sgd", every, start_step=start_step, min_ranks=min_ranks)
 
@@ -132,13 +153,12 @@ def diloco(
     fragments: int = 1,
     delay: int = 0,
     mix: float = 1.0,
-    start_step: int = 0,
     min_ranks: int | None = None,
 ) -> OuterRecipe:
     """Step the anchor by the mean difference with Nesterov momentum: DiLoCo, and Streaming DiLoCo with fragments.
 
     With ``fragments`` parts of the model take turns; with ``delay`` training goes on while they travel. With a
-    sparsifier and ``momentum=0.0`` this is SparseLoCo.
+    sparsifier and ``momentum=0.0`` this is SparseLoCo. A training from scratch begins better `after` some plain steps.
 
     Source: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023, and "Streaming
     DiLoCo with overlapping communication", 2025; Sarfi et al., "Communication Efficient LLM Pre-training with
@@ -152,14 +172,13 @@ def diloco(
         [0, 1, 1, 4]
     """
     return OuterRecipe(
-        "diloco", "diloco", every, 0.0, lr, momentum, nesterov, mix, fragments, delay, start_step, min_ranks
+        "diloco", "diloco", every, 0.0, lr, momentum, nesterov, mix, fragments, delay, min_ranks=min_ranks
     )
 
 
 def shadow_sync(
     algorithm: str = "easgd",
     every_seconds: float | None = None,
-    continuous: bool = False,
     mix: float | None = None,
     lr: float | None = None,
     momentum: float | None = None,
@@ -176,10 +195,10 @@ def shadow_sync(
         algorithm: "easgd" moves the anchor by ``lr`` towards the mean; "average" makes it the mean; "bmuf" gives it
             block momentum.
         every_seconds: least seconds between the beginnings of two rounds. None for as often as the network allows, and
-            a hundredth of the processor time of the process allow: its cores train.
-        continuous: True says the latter, which is the default.
+            a hundredth of the processor time of the process allow: its cores train. 0 leaves that bound out: a round
+            begins when the last one is over, as in the paper.
         mix: weight of the anchor in the parameters after a round.
-        lr, momentum: settings of the outer SGD; None for those of the algorithm.
+        lr, momentum: settings of the outer SGD; None for the defaults of the algorithm.
         min_ranks: how many ranks are enough to go on when others are lost; None for all.
 
     Raises:
@@ -192,24 +211,15 @@ def shadow_sync(
     if not isinstance(algorithm, str) or algorithm not in ALGORITHMS:
         raise unknown("algorithm", str(algorithm), ALGORITHMS)
     if every_seconds is not None:
-        _check_number("every_seconds", every_seconds, 0.0, math.inf, "seconds, or None", excluded=(0.0, math.inf))
-    if continuous and every_seconds is not None:
-        raise ValueError("continuous=True is the pace without every_seconds=: leave that out")
-    usual = ALGORITHMS[algorithm]
+        _check_number("every_seconds", every_seconds, 0.0, math.inf, "seconds, or None", excluded=(math.inf,))
     if algorithm == "average" and (lr, momentum) != (None, None):
         raise ValueError("algorithm='average' takes the mean as it is: leave out lr= and momentum=, or take 'bmuf'")
     if algorithm == "easgd" and momentum:
         raise ValueError("algorithm='easgd' has no momentum: leave out momentum=, or take algorithm='bmuf'")
-    chosen = (usual[0] if lr is None else lr, usual[1] if momentum is None else momentum)
-    return OuterRecipe(
-        "shadow_sync",
-        algorithm,
-        every_seconds=0.0 if every_seconds is None else every_seconds,
-        lr=chosen[0],
-        momentum=chosen[1],
-        mix=usual[2] if mix is None else mix,
-        min_ranks=min_ranks,
-    )
+    seconds = _NO_PAUSE if every_seconds == 0 else every_seconds or 0.0
+    given = zip((lr, momentum, mix), ALGORITHMS[algorithm], strict=True)
+    lr, momentum, mix = (usual if value is None else value for value, usual in given)
+    return OuterRecipe("shadow_sync", algorithm, None, seconds, lr, momentum, mix=mix, min_ranks=min_ranks)
 
 
 def _check_count(name: str, value: object, least: int, instead: str) -> None:

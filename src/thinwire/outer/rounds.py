@@ -16,7 +16,7 @@ from thinwire.comm.lane import Lane
 from thinwire.comm.process_group import Staging
 from thinwire.errors import ThinwireError
 from thinwire.outer.anchors import Anchors
-from thinwire.outer.average import Averager, Told
+from thinwire.outer.average import Averager, RoundReport
 from thinwire.outer.members import Members, Roll, hand_over
 from thinwire.outer.recipe import OuterRecipe
 
@@ -72,7 +72,7 @@ class Rounds(ABC):
         """Inner steps of this rank."""
 
     def check_start(self, optimized: Iterable[Tensor]) -> None:
-        """Raise ValueError before the first step if parameters are not those of attach."""
+        """Raise ValueError before the first step if parameters have changed since attach."""
         self.anchors.check_start(optimized)
 
     def before_step(self) -> None:
@@ -179,17 +179,17 @@ class Rounds(ABC):
         steps: int,
         buffers: Sequence[Tensor],
         flag: int,
-        keep: Callable[[Told], None],
+        keep: Callable[[RoundReport], None],
         is_exact: bool = False,
-    ) -> Told:
+    ) -> RoundReport:
         """Average on all ranks; ``keep`` notes the means before it is known whether all ranks have them."""
         flag |= ASKED * (self._members is not None and self._members.asked(lane))
-        told = self.averager.mean(lane, differences, steps, buffers, flag, is_exact)
-        keep(told)
+        report = self.averager.mean(lane, differences, steps, buffers, flag, is_exact)
+        keep(report)
         if self._members is not None:  # who passes this knows that all have the means
             with self.averager.booking(lane, 0):
                 lane.channel(Subject(f"the end of round {self._finished}", "")).open()
-        return told
+        return report
 
     def _go_on(self, error: Exception | None = None) -> None:
         """Let in who asked, or after an error go on with who is left; raise it if there are no others."""

@@ -18,7 +18,7 @@ from torch.futures import Future
 from thinwire.comm.channel import Subject
 from thinwire.comm.lane import Lane
 from thinwire.errors import ThinwireError
-from thinwire.outer.average import Told
+from thinwire.outer.average import RoundReport
 from thinwire.outer.members import Members, Roll, hand_over
 from thinwire.outer.pace import BYTE_SECONDS, RoundPace
 from thinwire.outer.rounds import ASKED, ENDING, Rounds
@@ -26,7 +26,7 @@ from thinwire.outer.rounds import ASKED, ENDING, Rounds
 
 @dataclass(frozen=True)
 class RoundResult:
-    """What a round told this rank.
+    """What this rank knows after a round.
 
     Args:
         is_refused: whether its parameters were not finite.
@@ -34,7 +34,7 @@ class RoundResult:
         seen: its steps at the copy before.
     """
 
-    told: Told
+    report: RoundReport
     is_refused: bool
     takes_part: bool
     seen: int
@@ -67,7 +67,7 @@ class ShadowRounds(Rounds):
             {name: torch.zeros_like(anchor) for name, (_, anchor) in self.anchors.pairs().items()} for _ in range(3)
         )
         self._is_waiting = False  # whether there is a correction that is not applied yet
-        self._replaces = False  # whether it takes the place of the parameters, which were not finite
+        self._replaces = False  # whether it replaces the parameters, which were not finite
         self._is_stepping = False
         self._anchors_lock = threading.Lock()  # held while anchors are stepped, or read by training
         self._round_lock = threading.Lock()  # held for a round
@@ -87,6 +87,7 @@ class ShadowRounds(Rounds):
         with self._anchors_lock:
             if not self.landed:
                 super().check_start(optimized)
+                self._swapped = self._staging.hand_over(()).event  # a round that began before writes behind this
 
     def before_step(self) -> None:
         """Keep copies from being taken while the optimizer writes.
@@ -214,12 +215,12 @@ class ShadowRounds(Rounds):
             parameters = {name: self._difference[name] for name in self._names}
             buffers = [self._difference[name] for name in self.anchors.buffers]
 
-            def keep(told: Told) -> None:
-                self._middle = RoundResult(told, lane.rank in told.refused, takes_part, before)
+            def keep(report: RoundReport) -> None:
+                self._middle = RoundResult(report, lane.rank in report.refused, takes_part, before)
                 self._finished += 1
 
             try:
-                told = self._average(lane, parameters, steps, buffers, flag, keep)
+                report = self._average(lane, parameters, steps, buffers, flag, keep)
             except Exception:
                 if self._middle is None:
                     self.averager.finish_round(False)
@@ -228,8 +229,8 @@ class ShadowRounds(Rounds):
             self._commit()
         moved = traffic.sent_bytes + traffic.received_bytes - moved
         self.pace.end_round(time.thread_time() - started + BYTE_SECONDS * moved)
-        self._is_over = all(flag & ENDING for flag in told.flags)
-        if not (self._is_over or any(flag & ASKED for flag in told.flags)):
+        self._is_over = all(flag & ENDING for flag in report.flags)
+        if not (self._is_over or any(flag & ASKED for flag in report.flags)):
             self._begin()
 
     def _settle(self, done: int) -> None:
@@ -251,21 +252,21 @@ class ShadowRounds(Rounds):
     def _commit(self) -> None:
         """Step the anchors by the means that all ranks have, and leave the correction."""
         assert self._middle is not None, "a round was made"
-        told, is_refused, takes_part = self._middle.told, self._middle.is_refused, self._middle.takes_part
+        report, is_refused, takes_part = self._middle.report, self._middle.is_refused, self._middle.takes_part
         self._middle = None
         self.averager.finish_round(True)
-        if told.total:
+        if report.total:
             with self._anchors_lock:
                 _wait(self._swapped)
                 self.anchors.step(0, {name: self._difference[name] for name in self._names})
                 for name, anchor in self.anchors.buffers.items():
                     anchor.sub_(self._difference[name])
                 self.landed += 1
-        if takes_part and (is_refused or told.total):
+        if takes_part and (is_refused or report.total):
             self._correct(is_refused)
         with self.pace.changed:
             self._landed = self._staging.hand_over(()).event
-        self.ranks = told.ranks or self.ranks
+        self.ranks = report.ranks or self.ranks
 
     def _begin(self) -> None:
         if not self.pace.is_dropped:
@@ -380,9 +381,9 @@ class ShadowRounds(Rounds):
 
 
 def _round(rounds: weakref.ref[ShadowRounds], lane: Lane) -> None:
-    found = rounds()
-    if found is not None and not found.pace.is_dropped:
-        found.round(lane)
+    running = rounds()
+    if running is not None and not running.pace.is_dropped:
+        running.round(lane)
 
 
 def _wait(event: Any) -> None:

@@ -13,7 +13,7 @@ from torch.futures import Future
 from thinwire.comm.channel import Subject
 from thinwire.comm.lane import Lane
 from thinwire.errors import ThinwireError
-from thinwire.outer.average import Told, submit
+from thinwire.outer.average import RoundReport, submit
 from thinwire.outer.inner import InnerGroup
 from thinwire.outer.rounds import ASKED, ENDING, Rounds
 
@@ -46,9 +46,9 @@ class Flight:
     flags: tuple[int, ...] = ()  # of all ranks
     generation: int = 0  # of the members whose lane averages it
     means: tuple[dict[str, Tensor], Buffers] = field(default_factory=lambda: ({}, {}))  # written by its job
-    told: tuple[Told, list[str]] | None = None  # result of the job: with the buffers that were averaged
+    report: tuple[RoundReport, list[str]] | None = None  # result of the job: with the buffers that were averaged
     is_committed: bool = False  # all ranks have the means
-    future: Future[tuple[tuple[Told, list[str]], Sequence[Tensor]]] | None = None
+    future: Future[tuple[tuple[RoundReport, list[str]], Sequence[Tensor]]] | None = None
 
     @property
     def is_there(self) -> bool:
@@ -69,7 +69,7 @@ class SteppedRounds(Rounds):
         self._inner = inner
         self._flights: list[Flight] = []
         self._since = [0] * self._recipe.fragments  # inner steps since the last launch
-        self._steps = self._position = 0  # inner steps, and those of the schedule
+        self._steps = self._position = 0  # inner steps, and steps of the schedule
         self._launched = 0
         self._joined_at: int | None = None  # inner step of the others at which this rank took their state
 
@@ -185,17 +185,17 @@ class SteppedRounds(Rounds):
             flight.future = Future()
             return
 
-        def run(lane: Lane) -> tuple[Told, list[str]]:
+        def run(lane: Lane) -> tuple[RoundReport, list[str]]:
             moved = self._moved(lane, buffers) if buffers else []
 
-            def keep(told: Told) -> None:
-                flight.told, self._finished = (told, moved), flight.number + 1
+            def keep(report: RoundReport) -> None:
+                flight.report, self._finished = (report, moved), flight.number + 1
 
             sent = [*_chosen(buffers, moved).values()]
-            told = self._average(lane, differences, flight.steps, sent, flight.flag, keep, flight.is_plain)
+            report = self._average(lane, differences, flight.steps, sent, flight.flag, keep, flight.is_plain)
             self.averager.finish_round(True)
             flight.is_committed = True
-            return told, moved
+            return report, moved
 
         sent = [tensor for tensor in (*differences.values(), *buffers.values()) if tensor is not None]
         flight.future = submit(self.lane, self._staging, sent, run)
@@ -235,35 +235,35 @@ class SteppedRounds(Rounds):
             with self._timed():
                 while not flight.is_there and flight in self._flights:
                     try:
-                        self._accept(flight, *self._told(flight))
+                        self._accept(flight, *self._report_of(flight))
                     except Exception as error:
                         self._go_on(error)
         except Exception:
             self._drop_failed()
             raise
 
-    def _told(self, flight: Flight) -> tuple[Told, list[str]]:
-        """Return what a round told, and the buffers that were averaged, on all ranks that train as one."""
+    def _report_of(self, flight: Flight) -> tuple[RoundReport, list[str]]:
+        """Return what all ranks know after a round, and which buffers were averaged; on all ranks that train as one."""
 
         def numbers() -> list[float]:
             assert flight.future is not None, "it is waited for once"
-            (told, moved), _ = flight.future.wait()
-            return [*told.numbers(), *(float(name not in moved) for name in flight.buffers)]
+            (report, moved), _ = flight.future.wait()
+            return [*report.numbers(), *(float(name not in moved) for name in flight.buffers)]
 
         count = 3 * self.lane.world_size
-        told = numbers() if self._inner is None else self._inner.wait(numbers, count + len(flight.buffers))
-        moved = [name for name, stays in zip(flight.buffers, told[count:], strict=True) if not stays]
+        known = numbers() if self._inner is None else self._inner.wait(numbers, count + len(flight.buffers))
+        moved = [name for name, stays in zip(flight.buffers, known[count:], strict=True) if not stays]
         if self._inner is not None:
             self._inner.share([*flight.differences.values(), *_chosen(flight.buffers, moved).values()])
-        return Told.of(told[:count]), moved
+        return RoundReport.of(known[:count]), moved
 
-    def _accept(self, flight: Flight, told: Told, moved: Sequence[str]) -> None:
+    def _accept(self, flight: Flight, report: RoundReport, moved: Sequence[str]) -> None:
         """Record the means of a flight."""
-        flight.future, flight.flags, flight.counts = None, told.flags, told.total > 0
-        flight.is_refused = self.lane.rank in told.refused
+        flight.future, flight.flags, flight.counts = None, report.flags, report.total > 0
+        flight.is_refused = self.lane.rank in report.refused
         self.refusals += flight.is_refused
         flight.differences, flight.buffers = flight.means[0], _chosen(flight.means[1], moved)
-        self.ranks = told.ranks or self.ranks
+        self.ranks = report.ranks or self.ranks
 
     def _drop_failed(self) -> None:
         """Forget all launches that fail: later ones send what they were to send. The failure surfaces once."""
@@ -285,8 +285,8 @@ class SteppedRounds(Rounds):
             self.averager.finish_round(middle.number < done)
         for flight in flights:
             if flight.number < done:
-                assert flight.told is not None, "finished, so it was told"
-                self._accept(flight, *flight.told)
+                assert flight.report is not None, "finished, so its result is known"
+                self._accept(flight, *flight.report)
 
     def _passed_on(self, done: int) -> dict[str, Any]:
         flights = [

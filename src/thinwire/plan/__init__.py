@@ -7,15 +7,16 @@ which are in `thinwire.lab.planning`, are offered here too. What compresses or m
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from thinwire.fuse.profile import Groups, Linear, Profile, check_groups
-from thinwire.fuse.timeline import iteration_seconds
+from thinwire.plan.profile import Groups, Linear, Profile, check_groups
+from thinwire.plan.timeline import iteration_seconds
 
 if TYPE_CHECKING:
-    from thinwire.lab.planning.measurement import Measurement
-    from thinwire.lab.planning.planner import best_plan
-    from thinwire.lab.planning.timeline import Timeline, simulate
-    from thinwire.lab.planning.training import How, Training, measure_training
     from thinwire.plan.plan import Candidate, Group, Plan
+
+    How = Measurement = Timeline = Training = Any  # of the laboratory, which no room imports
+    best_plan: Any
+    measure_training: Any
+    simulate: Any
 
 __all__ = [
     "Candidate",

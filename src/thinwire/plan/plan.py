@@ -11,24 +11,25 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from thinwire.compress.assign import leave_small
-from thinwire.compress.base import Compressor, Parameter
+from thinwire.compress.assign import LOSSLESS, NATIVE, Method, Rule, leave_small
+from thinwire.compress.base import Exchanged, Parameter
 from thinwire.compress.named import parse
-from thinwire.compress.reduction.choose import REDUCTIONS
+from thinwire.compress.reductions.choose import REDUCTIONS
+from thinwire.plan.text import format_bytes, format_seconds
 
 VERSION = 1
 STOCK = "stock DDP"
 """Name of the candidate that does nothing."""
 ROWS = "exact, tables as rows"
 """Name of what ``attach(model)`` does for a model with tables."""
-NATIVE, LOSSLESS = "native", "lossless"
-"""How a group that is not compressed is summed: by the process group, or in fewer bytes with the same exact result."""
 EXACT = "exact"
 """Prefix of the names of candidates without compression."""
 WORTH = 1.03
 """Least ratio of step times at which an exact way replaces a simpler one."""
 
 _BYTES_PER_MB = 1024 * 1024  # as DDP counts
+SHOWN = 12
+"""Largest number of groups and candidates that `Plan.explain` shows; the rest of a longer list is counted."""
 _HOW = "make one with `thinwire plan --measure --output plan.json`"
 
 
@@ -39,9 +40,8 @@ class Group:
     Args:
         parameters: names in backward order.
         size_bytes: bytes of their gradients, uncompressed.
-        compressor: text of `thinwire.compress.named.parse`; None for an exact all-reduce. With ``ahead`` it is for
-            the parameters that `thinwire.compress.leave_small` lets through; the others are all-reduced exactly by the
-            same job. Otherwise it is for the gradients of the group as one flat tensor.
+        compressor: text of `thinwire.compress.named.parse`; None for an exact all-reduce. It is for the parameters
+            that `thinwire.compress.leave_small` lets through; the others are summed exactly by the same job.
         exchange: the exchange that averages payloads.
         joins: whether it travels by the job of the group before it, which then waits for both.
         dense: how gradients that are not compressed are summed: `NATIVE` or `LOSSLESS`, see ``dense=`` of
@@ -74,9 +74,11 @@ class Group:
         if self.compressor is not None:
             parse(self.compressor)
 
-    def make_compressor(self) -> Compressor | None:
-        """Return the compressor that the text denotes, or None for an exact group."""
-        return None if self.compressor is None else parse(self.compressor)
+    def method(self, parameter: Parameter) -> Method:
+        """Return how the gradient of one of the parameters travels."""
+        if self.compressor is None:
+            return self.dense
+        return leave_small(Exchanged(parse(self.compressor), self.exchange), rest=self.dense)(parameter)
 
     def describe(self) -> str:
         exact = "exact, lossless" if self.dense == LOSSLESS else "exact, all_reduce"
@@ -110,8 +112,8 @@ class Plan:
         dense_seconds: the same for stock DDP.
         other_seconds: seconds of forward and optimizer, which no plan changes.
         choice: name of the candidate that this plan is; `STOCK` means to do nothing.
-        ahead: whether to compress each parameter by itself, then fuse payloads; False compresses the gradients of a
-            group as one flat tensor.
+        fallback: whether to drop the plan, on all ranks at the same step, where it turns out slower than exact
+            synchronization: ``dataclasses.replace(plan, fallback=True)``.
         candidates: all priced ways, fastest first.
         created: time as ISO 8601.
         note: a remark of the planner.
@@ -133,7 +135,7 @@ class Plan:
     dense_seconds: float
     other_seconds: float = 0.0
     choice: str = ""
-    ahead: bool = True
+    fallback: bool = False
     candidates: tuple[Candidate, ...] = ()
     created: str = ""
     note: str = ""
@@ -172,12 +174,12 @@ class Plan:
 
     @property
     def jobs(self) -> tuple[tuple[str, ...], ...]:
-        """Names of the parameters of each job: those of a group, and of the groups that join it."""
-        found: list[tuple[str, ...]] = []
+        """Names of the parameters of each job: of a group, and of the groups that join it."""
+        jobs: list[tuple[str, ...]] = []
         for group in self.groups:
-            joined = found.pop() if group.joins else ()
-            found.append((*joined, *group.parameters))
-        return tuple(found)
+            joined = jobs.pop() if group.joins else ()
+            jobs.append((*joined, *group.parameters))
+        return tuple(jobs)
 
     @property
     def does_nothing(self) -> bool:
@@ -214,17 +216,13 @@ class Plan:
                 " of this one"
             )
 
-    def compressors(self, parameters: Iterable[Parameter]) -> dict[str, Compressor]:
-        """Return the compressor of each parameter compressed by itself, by name; none if the plan is not ``ahead``."""
-        if not self.ahead:
-            return {}
-        of_group = {name: group.make_compressor() for group in self.groups for name in group.parameters}
-        chosen = {
-            parameter.name: leave_small(compressor)(parameter)
-            for parameter in parameters
-            if (compressor := of_group.get(parameter.name)) is not None
-        }
-        return {name: compressor for name, compressor in chosen.items() if compressor is not None}
+    def dense(self) -> Method | Rule:
+        """Return how gradients travel, for `thinwire.compress.assign.assign`: one exact sum of all, or a rule."""
+        exact = {group.dense if group.compressor is None else "" for group in self.groups}
+        if len(exact) == 1 and "" not in exact:
+            return exact.pop()
+        group_of = {name: group for group in self.groups for name in group.parameters}
+        return lambda parameter: group_of[parameter.name].method(parameter)
 
     def bucket_cap_mb_list(self) -> list[float]:
         """Return caps for ``DistributedDataParallel(bucket_cap_mb_list=...)``, so that its buckets are the plan's jobs.
@@ -238,15 +236,15 @@ class Plan:
 
     def explain(self) -> str:
         """Return a text for people: what the plan does, and why."""
-        from thinwire.plan.explain import explain
-
-        return explain(self)
+        return "\n".join([*_head(self), "", *_groups(self), *_candidates(self)]).rstrip() + "\n"
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields, which docs/guides/plans.md describes."""
         groups = [group.to_json() for group in self.groups]
         candidates = [asdict(candidate) for candidate in self.candidates]
         fields = asdict(replace(self, candidates=()))
+        if not self.fallback:  # earlier versions read all other plans
+            del fields["fallback"]
         return {"version": fields.pop("version"), **fields, "groups": groups, "candidates": candidates}
 
     @classmethod
@@ -265,6 +263,8 @@ class Plan:
             )
         try:
             fields: dict[str, Any] = dict(data)
+            if not fields.pop("ahead", True):
+                raise ValueError(f"the plan compresses groups as one flat tensor, which was removed: {_HOW}")
             fields["groups"] = [Group(**group) for group in data["groups"]]
             fields["candidates"] = [Candidate(**candidate) for candidate in data.get("candidates", ())]
             return cls(**fields)
@@ -305,3 +305,73 @@ def _difference(planned: set[str], present: set[str]) -> str:
     if missing:
         parts.append(f"{len(missing)} of its parameters are not here, such as {missing[0]!r}")
     return " and ".join(parts)
+
+
+def _head(plan: Plan) -> list[str]:
+    size = format_bytes(sum(group.size_bytes for group in plan.groups))
+    made = f", made {plan.created}" if plan.created else ""
+    lines = [f"Plan for {plan.world_size} ranks and {len(plan.parameters)} parameters, {size} of gradients{made}"]
+    stock = format_seconds(plan.other_seconds + plan.dense_seconds)
+    if plan.does_nothing:
+        lines.append(
+            f"Do nothing: no exact way is better than stock DDP by more than 3 %,{_lossless(plan)} and no lossy one by"
+            " 30 %."
+            f" Predicted step: {stock}."
+        )
+    else:
+        lines.append(
+            f"Take {plan.choice or 'these groups'}. Predicted step: {format_seconds(plan.step_seconds)};"
+            f" stock DDP: {stock}, {plan.speedup:.2f} times as long."
+        )
+        lines += _lossy(plan)
+    if plan.note:
+        lines.append(plan.note)
+    return lines
+
+
+def _lossless(plan: Plan) -> str:
+    prefix = f"{EXACT}, {LOSSLESS}"
+    return " no lossless sum by 10 %," if any(entry.name.startswith(prefix) for entry in plan.candidates) else ""
+
+
+def _lossy(plan: Plan) -> list[str]:
+    """Return a warning if the plan is lossy; its candidates are sorted."""
+    if not any(group.compressor for group in plan.groups):
+        return []
+    exact = next((entry for entry in plan.candidates if entry.name == STOCK or entry.name.startswith(EXACT)), None)
+    best = "" if exact is None else f" The best exact way is {exact.name}: {_step(plan, exact)}."
+    return [f"It is lossy: compare the loss, too.{best}"]
+
+
+def _step(plan: Plan, candidate: Candidate) -> str:
+    return format_seconds(plan.other_seconds + candidate.seconds)
+
+
+def _groups(plan: Plan) -> list[str]:
+    lines = [f"{'group':>5}  {'parameters':>10}  {'gradients':>9}  what happens"]
+    for number, group in enumerate(plan.groups[:SHOWN], start=1):
+        size = format_bytes(group.size_bytes)
+        lines.append(f"{number:>5}  {len(group.parameters):>10}  {size:>9}  {_what(plan, number - 1)}")
+    if len(plan.groups) > SHOWN:
+        lines.append(f"  and {len(plan.groups) - SHOWN} more")
+    return lines
+
+
+def _what(plan: Plan, number: int) -> str:
+    group = plan.groups[number]
+    first, last = group.parameters[0], group.parameters[-1]
+    span = first if first == last else f"{first} .. {last}"
+    joins = ", with the group before" if group.joins else ""
+    return f"{group.describe()}{joins}: {span}"
+
+
+def _candidates(plan: Plan) -> list[str]:
+    if not plan.candidates:
+        return []
+    lines = ["", f"{'seconds':>9}  candidates, from the start of backward until the last gradient is there"]
+    for candidate in plan.candidates[:SHOWN]:
+        mark = "  <- taken" if candidate.name == plan.choice else ""
+        lines.append(f"{format_seconds(candidate.seconds):>9}  {candidate.name}{mark}")
+    if len(plan.candidates) > SHOWN:
+        lines.append(f"  and {len(plan.candidates) - SHOWN} slower ones")
+    return lines

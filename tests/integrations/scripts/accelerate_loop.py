@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import sys
 import warnings
 from pathlib import Path
@@ -17,11 +18,13 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import ProjectConfiguration, set_seed
-from accelerate_nlp import padded, sentences
+from ending import leave
 from torch.utils.data import DataLoader
 from transformers import BertConfig, BertForSequenceClassification
 
 import thinwire
+from accelerate_nlp import padded, sentences
+from thinwire.gradients.steps.state import packed
 from thinwire.integrations.accelerate import attach
 
 FOLDER = Path(sys.argv[1])
@@ -84,6 +87,17 @@ def train(name: str, options: dict[str, Any] | None, precision: str = "no", resu
     return found
 
 
+def in_one_file(half: Path, old: Path) -> list[str]:
+    """Copy a checkpoint, with all states in one file as earlier versions wrote it; return the files that it had."""
+    paths = sorted(half.glob("thinwire-*.pt"))
+    if dist.get_rank() == 0:
+        shutil.copytree(half, old, ignore=shutil.ignore_patterns("thinwire-*"))
+        states = [packed(torch.load(path, weights_only=True)["state"]) for path in paths]
+        torch.save({"ranks": states}, old / "custom_checkpoint_0.pkl")
+    dist.barrier()
+    return [path.name for path in paths]
+
+
 def refused(wrong: str) -> str:
     """What is raised for a model that is not prepared, or was unwrapped."""
     accelerator = Accelerator(cpu=True)
@@ -100,15 +114,17 @@ def refused(wrong: str) -> str:
 def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    low_rank = {"compress": thinwire.compress.power_sgd(2)}
+    low_rank = {"dense": thinwire.compress.power_sgd(2)}
     result = {
         "stock": train("stock", None),
-        "exact": train("exact", {"scheme": "zen"}),
-        "exact_resumed": train("exact_resumed", {"scheme": "zen"}, resume=str(FOLDER / "exact" / "half")),
+        "exact": train("exact", {"rows": "zen"}),
+        "exact_resumed": train("exact_resumed", {"rows": "zen"}, resume=str(FOLDER / "exact" / "half")),
         "low_rank": train("low_rank", low_rank),
         "low_rank_resumed": train("low_rank_resumed", low_rank, resume=str(FOLDER / "low_rank" / "half")),
+        "files": in_one_file(FOLDER / "low_rank" / "half", FOLDER / "old"),
+        "old_resumed": train("old_resumed", low_rank, resume=str(FOLDER / "old")),
         "bf16": train("bf16", None, "bf16"),
-        "bf16_exact": train("bf16_exact", {"scheme": "zen"}, "bf16"),
+        "bf16_exact": train("bf16_exact", {"rows": "zen"}, "bf16"),
     }
     result["refused"] = {wrong: refused(wrong) for wrong in ("not prepared", "unwrapped")}
     ranks: list[Any] = [None] * dist.get_world_size()
@@ -120,7 +136,7 @@ def main() -> None:
         folders = {path.parent for path in (FOLDER / "exact").rglob("events.out.tfevents*")}
         result["scalars"] = [tag for path in folders for tag in EventAccumulator(str(path)).Reload().Tags()["scalars"]]
         (FOLDER / "result.json").write_text(json.dumps(result))
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

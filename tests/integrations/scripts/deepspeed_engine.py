@@ -15,6 +15,7 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from ending import leave
 from torch import Tensor, nn
 
 import thinwire
@@ -55,7 +56,9 @@ def survive(name: str, kills: bool) -> dict[str, Any]:
     whole = engine_of(KINDS[name])
     losses = [step(whole, number) for number in range(STEPS)]
     engine = engine_of(KINDS[name])
-    checkpointer = thinwire.integrations.deepspeed.checkpointer(engine, replicas=1, run_id=name)
+    checkpointer = thinwire.integrations.deepspeed.checkpointer(
+        engine, storage=thinwire.checkpoint.Storage(name, replicas=1)
+    )
     first = checkpointer.restore() or 0
     after = []
     for number in range(first, STEPS):
@@ -106,7 +109,7 @@ def main() -> None:
     dist.all_gather_object(everyone, result)
     if dist.get_rank() == 0:
         (folder / "result.json").write_text(json.dumps({"ranks": everyone, "attempt": attempt}))
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ Writes ``result.json`` in the folder that is its argument: losses, hashes of the
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import logging
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from ending import leave
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import (
     BertConfig,
@@ -28,6 +30,7 @@ from transformers import (
 from transformers.trainer_utils import HPSearchBackend
 
 import thinwire
+from thinwire.gradients.steps.state import packed
 from thinwire.integrations.transformers import ThinwireCallback
 
 FOLDER = Path(sys.argv[1])
@@ -121,20 +124,44 @@ class Trial(dict[str, Any]):
     number, params = 7, {}
 
 
-def searched(name: str) -> list[str]:
-    """Train a trial of a hyperparameter search; return where it saved the states."""
+class Pushing(Trainer):
+    """Notes which states are in a checkpoint when it is pushed to the Hub."""
+
+    pushed: tuple[str, ...] = ()
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        self.pushed = states_in(Path(checkpoint_folder))
+
+
+def states_in(folder: Path) -> tuple[str, ...]:
+    return tuple(sorted(str(path.relative_to(folder)) for path in folder.rglob("thinwire*")))
+
+
+def in_one_file(folder: Path) -> None:
+    """Replace the states in a checkpoint by the file that earlier versions wrote."""
+    paths = sorted(folder.glob("thinwire-*.pt"))
+    states = [packed(torch.load(path, weights_only=True)["state"]) for path in paths]
+    torch.save({"ranks": states}, folder / "thinwire.pt")
+    for path in paths:
+        path.unlink()
+
+
+def searched(name: str) -> dict[str, Any]:
+    """Train a trial of a hyperparameter search; return where it saved the states, and which of them were pushed."""
     model = bert()
     args = TrainingArguments(
         output_dir=str(FOLDER / name), per_device_train_batch_size=4, max_steps=2, save_steps=2, report_to=[],
         use_cpu=True, disable_tqdm=True,
     )  # fmt: skip
-    trainer = Trainer(
+    trainer = Pushing(
         model, args, data_collator=padded, train_dataset=sentences(16, seed=2), callbacks=[ThinwireCallback()]
     )
+    trainer.args.push_to_hub = True  # when the constructor has not called the Hub
     trainer.hp_search_backend, trainer.hp_space, trainer.hp_name = HPSearchBackend.OPTUNA, dict, None
+    gc.freeze()  # hides objects from gc.get_objects()
     trainer.train(trial=Trial())
-    dist.barrier()
-    return [str(path.relative_to(FOLDER)) for path in (FOLDER / name).rglob("thinwire.pt")]
+    gc.unfreeze()
+    return {"saved": states_in(FOLDER / name), "pushed": trainer.pushed}
 
 
 def refused(callbacks: list[Any]) -> str:
@@ -168,22 +195,26 @@ def main() -> None:
     heard = Lines()
     logging.getLogger("thinwire").addHandler(heard)
     logging.getLogger("thinwire").setLevel(logging.INFO)
-    low_rank = {"compress": thinwire.compress.power_sgd(2)}
-    callback = ThinwireCallback(scheme="zen")  # "auto" may leave the table to DDP, where that is faster
-    half = {name: str(FOLDER / name / "checkpoint-4") for name in ("stock", "exact", "low_rank", "lost")}
+    factors = thinwire.compress.power_sgd(2, values=thinwire.compress.mxfp4())
+    low_rank = {"dense": thinwire.compress.ef21(factors)}
+    callback = ThinwireCallback(rows="zen")  # "auto" may leave the table to DDP, where that is faster
+    half = {name: str(FOLDER / name / "checkpoint-4") for name in ("stock", "exact", "low_rank", "lost", "old")}
     result: dict[str, Any] = {
         "stock": train("stock", []),
         "exact": train("exact", [callback]),
         "again": train("again", [callback]),  # the same callback in a second trainer
-        "exact_resumed": train("exact", [ThinwireCallback(scheme="zen")], resume=half["exact"]),
+        "exact_resumed": train("exact", [ThinwireCallback(rows="zen")], resume=half["exact"]),
         "auto": train("auto", [ThinwireCallback()]),
         "low_rank": train("low_rank", [ThinwireCallback(**low_rank)]),
     }
     if dist.get_rank() == 0:
-        shutil.copytree(half["low_rank"], half["lost"], ignore=shutil.ignore_patterns("thinwire.pt"))
+        shutil.copytree(half["low_rank"], half["lost"], ignore=shutil.ignore_patterns("thinwire-*"))
+        shutil.copytree(half["low_rank"], half["old"])
+        in_one_file(Path(half["old"]))
     dist.barrier()
     result |= {
         "low_rank_resumed": train("low_rank", [ThinwireCallback(**low_rank)], resume=half["low_rank"]),
+        "low_rank_of_one_file": train("old", [ThinwireCallback(**low_rank)], resume=half["old"]),
         "bf16": train("bf16", [], bf16=True),
         "bf16_exact": train("bf16_exact", [ThinwireCallback()], bf16=True),
     }
@@ -196,7 +227,7 @@ def main() -> None:
     result["nodes"] = train("nodes", [Node(), watch.callback, watch])
     mine = FOLDER / "nodes" / str(dist.get_rank()) / "checkpoint-4"
     result["seen"] = {
-        "wrote": (mine / "thinwire.pt").exists(),
+        "wrote": states_in(mine),
         "tables": len(watch.tables),
         "table": watch.tables[-1][0],
         "after": watch.callback.synchronizer,
@@ -215,7 +246,7 @@ def main() -> None:
         result["all_wrote"] = [of["seen"]["wrote"] for of in ranks]
         result["scalars"] = scalars("exact")
         (FOLDER / "result.json").write_text(json.dumps(result))
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

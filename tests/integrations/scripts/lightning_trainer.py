@@ -15,13 +15,14 @@ from typing import Any
 import lightning as L
 import torch
 import torch.distributed as dist
+from ending import leave
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
-from lightning_recommender import Recommender, clicks, trainer
 from torch import nn
 from torch.utils.data import DataLoader
 
 import thinwire
+from lightning_recommender import Recommender, clicks, trainer
 from thinwire.integrations.lightning import ThinwireCallback, ThinwireStrategy
 
 FOLDER = Path(sys.argv[1])
@@ -101,7 +102,7 @@ def fabric(name: str, attached: bool) -> dict[str, Any]:
     L.seed_everything(1, verbose=False)
     model = Scores()
     model, optimizer = loop.setup(model, torch.optim.Adam(model.parameters(), lr=1e-3))
-    sync = thinwire.attach(model, compress=thinwire.compress.power_sgd(2)) if attached else None
+    sync = thinwire.attach(model, dense=thinwire.compress.power_sgd(2)) if attached else None
     random = torch.Generator().manual_seed(dist.get_rank())
 
     def steps(count: int) -> list[float]:
@@ -133,14 +134,15 @@ def fabric(name: str, attached: bool) -> dict[str, Any]:
 def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    low_rank = {"compress": thinwire.compress.power_sgd(2)}
+    factors = thinwire.compress.power_sgd(2, values=thinwire.compress.mxfp4())
+    low_rank = {"dense": thinwire.compress.ef21(factors)}
     callback = ThinwireCallback(**low_rank)
     watch = Watch(callback)
     result: dict[str, Any] = {
         "stock": train("stock", [Reseed()]),
-        "exact": train("exact", [Reseed(), ThinwireCallback(scheme="zen")]),
+        "exact": train("exact", [Reseed(), ThinwireCallback(rows="zen")]),
         "strategy": train(
-            "strategy", [Reseed()], strategy=ThinwireStrategy({"scheme": "zen"}, find_unused_parameters=True)
+            "strategy", [Reseed()], strategy=ThinwireStrategy({"rows": "zen"}, find_unused_parameters=True)
         ),
         "low_rank": train("low_rank", [Reseed(), callback, watch]),
         "low_rank_again": train("low_rank_again", [Reseed(), callback]),  # nothing is left of the first training
@@ -167,7 +169,7 @@ def main() -> None:
     result["after"], result["table"] = callback.synchronizer, watch.table[0]
     if dist.get_rank() == 0:
         (FOLDER / "result.json").write_text(json.dumps(result))
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import sys
 import warnings
@@ -10,12 +11,12 @@ from pathlib import Path
 import lightning as L
 import torch
 from accelerate import Accelerator
-from lightning_recommender import Recommender, clicks, trainer
-from sentence_transformers_xlmr import pairs, train, xlm_roberta
 from torch.utils.data import DataLoader
 from transformers import set_seed
 
 import thinwire.integrations.accelerate
+from lightning_recommender import Recommender, clicks, trainer
+from sentence_transformers_xlmr import pairs, train, xlm_roberta
 from thinwire.integrations.lightning import ThinwireCallback as LightningCallback
 from thinwire.integrations.transformers import ThinwireCallback
 
@@ -39,6 +40,7 @@ def accelerated(attached: bool) -> list[float]:
         accelerator.save_state(str(Path(sys.argv[1]) / "state"))
         accelerator.load_state(str(Path(sys.argv[1]) / "state"))
         assert sync.stats() == {}
+        assert not hasattr(copy.copy(sync), "no_sync")
         sync.detach()
     return losses
 

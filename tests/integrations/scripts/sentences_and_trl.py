@@ -16,11 +16,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from datasets import Dataset
-from sentence_transformers_xlmr import pairs, train, xlm_roberta
+from ending import leave
 from transformers import GPT2Config, GPT2LMHeadModel, set_seed
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 import thinwire
+from sentence_transformers_xlmr import pairs, train, xlm_roberta
 from thinwire.integrations.transformers import ThinwireCallback
 
 FOLDER = Path(sys.argv[1])
@@ -84,17 +85,17 @@ def main() -> None:
     logging.getLogger("thinwire").setLevel(logging.INFO)
     result = {
         "embedding": embedding([]),
-        "embedding_exact": embedding([ThinwireCallback(scheme="zen")]),
-        "embedding_low_rank": embedding([ThinwireCallback(compress=thinwire.compress.power_sgd(4))]),
+        "embedding_exact": embedding([ThinwireCallback(rows="zen")]),
+        "embedding_low_rank": embedding([ThinwireCallback(dense=thinwire.compress.power_sgd(4))]),
         "embedding_bf16": embedding([], bf16=True),
-        "embedding_bf16_exact": embedding([ThinwireCallback(scheme="zen")], bf16=True),
+        "embedding_bf16_exact": embedding([ThinwireCallback(rows="zen")], bf16=True),
     }
     for name, training in (("sft", sft), ("dpo", dpo)):
         result[name] = training([], MODEL.tokenizer)
-        result[f"{name}_exact"] = training([ThinwireCallback(scheme="zen")], MODEL.tokenizer)
+        result[f"{name}_exact"] = training([ThinwireCallback(rows="zen")], MODEL.tokenizer)
     if dist.get_rank() == 0:
         (FOLDER / "result.json").write_text(json.dumps(result))
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Trains TorchRec's two towers stock and with thinwire: the models and laws of test_torchrec.py, on ranks of torchrun.
 
-torchrun --nproc-per-node 4 torchrec_towers.py FOLDER {parallel,replicas,plain,refusals} SHARDING SHARDING
+torchrun --nproc-per-node 4 torchrec_towers.py FOLDER {parallel,replicas,outer,plain,refusals} SHARDING SHARDING
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from ending import leave
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed import DistributedModelParallel, model_parallel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DMPCollection
-from torchrec_two_tower import STEPS, TwoTower, data, planned
 
 import thinwire
+from torchrec_two_tower import STEPS, TwoTower, data, planned
 
 CPU = torch.device("cpu")
 
@@ -107,6 +108,54 @@ def compare(how: str, kinds: tuple[str, str]) -> dict[str, Any]:
     return {"stock": stock, "ours": ours, "difference": difference, "tensors": len(pairs)}
 
 
+def outer(kinds: tuple[str, str]) -> dict[str, Any]:
+    """Return losses, bytes and differences of replicas of outer loops, and of averages of whole tables."""
+    whole = of_replicas(kinds, None)
+    every_step = of_replicas(kinds, {"outer": thinwire.outer.local_sgd(every=1)})
+    pairs = list(zip(whole.pop("values"), every_step.pop("values"), strict=True))
+    difference = max(float((one - other).abs().max() / one.abs().max()) for one, other in pairs)
+    found = {"whole": whole, "every step": every_step, "difference": difference}
+    recipe = thinwire.outer.diloco(every=2, lr=1.0, momentum=0.0, nesterov=False, delay=1)
+    for name, options in (
+        ("delayed", {"outer": recipe}),
+        ("compressed", {"compress": thinwire.compress.top_k(0.05)}),
+    ):
+        found[name] = of_replicas(kinds, options)
+        del found[name]["values"]
+    return found
+
+
+def of_replicas(kinds: tuple[str, str], options: dict[str, Any] | None) -> dict[str, Any]:
+    """Train with a ``sync()`` of weights in each step; None is TorchRec alone."""
+    model = build("replicas", kinds)
+    group = model._ctxs[0].replica_pg
+    weights = [weight for context in model._ctxs for tensors in context.weights_by_dtype.values() for weight in tensors]
+    sync = None if options is None else thinwire.integrations.torchrec.attach(model, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for step in range(STEPS):
+        batch, label = data(dist.get_rank(), step)
+        optimizer.zero_grad()
+        loss = nn.functional.binary_cross_entropy_with_logits(model(batch), label)
+        loss.backward()
+        optimizer.step()
+        model.sync(include_optimizer_state=False)
+        losses.append(loss.item())
+    state: dict[str, Any] = {}
+    if sync is not None:
+        sync.synchronize()
+        state = {name: value for name, value in sync.stats().items() if name.startswith(("comm/bytes", "outer/"))}
+        sync.load_state_dict(sync.state_dict())
+        sync.detach()
+    apart = 0.0
+    for weight in weights:
+        same = [torch.empty_like(weight) for _ in range(group.size())]
+        dist.all_gather(same, weight.detach(), group=group)
+        apart = max(apart, *(float((one - same[0]).abs().max()) for one in same))
+    values = [weight.detach().clone() for weight in weights]
+    return {"losses": losses, "stats": state, "apart": apart, "values": values}
+
+
 def refusals() -> list[str]:
     """Return what attach says to models with nothing to synchronize, or synchronized in another way."""
     texts = []
@@ -126,16 +175,19 @@ def refusals() -> list[str]:
 
 
 def main() -> None:
-    faulthandler.dump_traceback_later(60, exit=True)
+    faulthandler.dump_traceback_later(150, exit=True)
     folder, how, *kinds = sys.argv[1:]
     dist.init_process_group("gloo")
     let_collections_run_on_cpus()
-    mine = refusals() if how == "refusals" else compare(how, (kinds[0], kinds[1]))
+    if how == "refusals":
+        mine: Any = refusals()
+    else:
+        mine = outer((kinds[0], kinds[1])) if how == "outer" else compare(how, (kinds[0], kinds[1]))
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     if dist.get_rank() == 0:
         (Path(folder) / "result.json").write_text(json.dumps({"ranks": everyone}))
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

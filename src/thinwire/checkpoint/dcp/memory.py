@@ -1,6 +1,6 @@
 """The holders' memory as a storage that torch.distributed.checkpoint (DCP) writes to and reads from.
 
-A rank saves a version like those of the Checkpointer: layout and raw bytes. DCP's metadata is not stored; the reader
+A rank saves a version like the Checkpointer does: layout and raw bytes. DCP's metadata is not stored; the reader
 builds it from the layouts of all ranks, on any number of ranks. Values that are no tensors are stored as JSON, so the
 pickles that DCP makes of them do not leave the process.
 """
@@ -43,23 +43,18 @@ from torch.futures import Future
 
 from thinwire.checkpoint.agreement import Agreement, Turn
 from thinwire.checkpoint.group import failures_of, gather_json, new_group, on_all, run_id_of
+from thinwire.checkpoint.holder.version import StoredStep
+from thinwire.checkpoint.options import Storage
 from thinwire.checkpoint.pacing.gaps import Pacer
 from thinwire.checkpoint.records import Notices
-from thinwire.checkpoint.recovery import (
-    ForeignShards,
-    foreign_steps,
-    gather_layouts,
-    is_whole,
-    survey,
-)
+from thinwire.checkpoint.recovery import ForeignShards, foreign_steps, gather_layouts, is_whole, survey
 from thinwire.checkpoint.registration import Registration
 from thinwire.checkpoint.state.decode import unflatten
 from thinwire.checkpoint.state.encode import Encoded, StateEncoder
-from thinwire.checkpoint.state.layout import DTYPES, StateLayout, view_of
+from thinwire.checkpoint.state.layout import DTYPES, StateLayout, write
 from thinwire.checkpoint.state.sharding import narrow
 from thinwire.comm.lane import Group
 from thinwire.errors import CorruptMessageError, ThinwireError
-from thinwire.holder.version import StoredStep
 
 STATE = "dcp"  # in the layout's ``about``, where a Checkpointer has the digest of its model
 
@@ -67,22 +62,12 @@ STATE = "dcp"  # in the layout's ``about``, where a Checkpointer has the digest 
 class MemoryStorage:
     """The ranks of a `MemoryWriter` or `MemoryReader`, their registration, and the step that DCP asked for."""
 
-    def __init__(
-        self,
-        run_id: str | None,
-        replicas: int,
-        holder_socket: str | Path | None,
-        process_group: Group,
-        timeout: timedelta | None,
-        leases: bool,
-    ) -> None:
-        self._run_id = run_id_of(run_id)
-        self._group: Any = new_group(process_group, timeout or timedelta(minutes=30))
+    def __init__(self, storage: Storage, leases: bool) -> None:
+        self._run_id = run_id_of(storage.run_id)
+        self._group: Any = new_group(storage.process_group, storage.timeout)
         self._about = {"world_size": dist.get_world_size(self._group), "state": STATE}
         try:
-            self._registration = Registration(
-                holder_socket, self._run_id, self._about, replicas, 0, self._group, leases=leases
-            )
+            self._registration = Registration(storage, self._run_id, self._about, self._group, leases)
         except Exception:
             dist.destroy_process_group(self._group)
             raise
@@ -115,7 +100,6 @@ class MemoryStorage:
 
 _TURN_SECONDS = 60.0
 _POLL_SECONDS = 0.005
-_LAYOUT_ROOM = 2  # times the first layout: numbers get longer
 
 
 class MemoryWriter(MemoryStorage, StorageWriter):
@@ -149,7 +133,8 @@ class MemoryWriter(MemoryStorage, StorageWriter):
         process_group: Group = None,
         timeout: timedelta | None = None,
     ) -> None:
-        super().__init__(run_id, replicas, holder_socket, process_group, timeout, leases=True)
+        storage = Storage(run_id, replicas, holder_socket=holder_socket, process_group=process_group, timeout=timeout)
+        super().__init__(storage, leases=True)
         self._notices, self._encoder = Notices(dist.get_rank(self._group)), StateEncoder()
         self._pacer = Pacer(lambda num_bytes: self._agreement.grant(num_bytes), every=1, watched=False)
         self._agreement = Agreement(self._registration, self._group, None, self._pacer, self._notices)
@@ -160,7 +145,7 @@ class MemoryWriter(MemoryStorage, StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         encoded = on_all(self._group, lambda: self._encoder.encode(_state_of(plan, planner)), ValueError)
-        self._agreement.payload_bytes = encoded.payload_bytes
+        self._agreement.sizes = encoded.payload_bytes, encoded.shared_bytes
         self._write(encoded)
         future: Future[list[WriteResult]] = Future()
         future.set_result([WriteResult(item.index, item.tensor_storage_size() or 0, None) for item in plan.items])
@@ -177,35 +162,32 @@ class MemoryWriter(MemoryStorage, StorageWriter):
     def _write(self, encoded: Encoded) -> None:
         registration = self._registration
         if self._step is None:
-            found = survey(registration, self._run_id, "", self._group)
-            steps = [version.step for versions in found.inventories.values() for version in versions]
-            self._agreement.attempt, self._step = found.attempt, max(steps, default=0)
+            surveyed = survey(registration)
+            steps = [version.step for versions in surveyed.inventories.values() for version in versions]
+            self._agreement.attempt, self._step = surveyed.attempt, max(steps, default=0)
         step = self._step + 1 if self._given is None else self._given
         self._given = None  # DCP says nothing when there is nothing to say
         self._pacer.note_step()
-        described_bytes = len(encoded.to_bytes(self._about))
-        if described_bytes > registration.layout_bytes or not registration.registered:
-            registration.layout_bytes = max(registration.layout_bytes, _LAYOUT_ROOM * described_bytes)
-        turn = self._turn(step, encoded.payload_bytes)
+        turn = self._turn(step, encoded)
         failed = failures_of(self._publish(turn, encoded), self._group)
         if failed:
             raise ThinwireError(f"step {step} was not saved: {failed}")
         self._step = step
 
-    def _turn(self, step: int, payload_bytes: int) -> Turn:
+    def _turn(self, step: int, encoded: Encoded) -> Turn:
         """A turn with a slot, on all ranks. Raises ThinwireError on all ranks."""
         deadline = time.monotonic() + _TURN_SECONDS
         while True:
             turn = self._agreement.take_turn(step)
             if turn.registers:
-                if not self._agreement.register(step, payload_bytes):
+                if not self._agreement.register(step, encoded):
                     raise ThinwireError(f"step {step} was not saved: {self._notices.last}")
                 continue
-            told = gather_json([turn.skipped, time.monotonic() > deadline], self._group)
-            if not any(skipped for skipped, _ in told):
+            gathered = gather_json([turn.skipped, time.monotonic() > deadline], self._group)
+            if not any(skipped for skipped, _ in gathered):
                 return turn
-            if any(late for _, late in told) or self._registration.client is None:
-                raise ThinwireError(f"step {step} was not saved: {[skipped for skipped, _ in told][:4]}")
+            if any(late for _, late in gathered) or self._registration.client is None:
+                raise ThinwireError(f"step {step} was not saved: {[skipped for skipped, _ in gathered][:4]}")
             time.sleep(_POLL_SECONDS)
 
     def _publish(self, turn: Turn, encoded: Encoded) -> str:
@@ -213,13 +195,11 @@ class MemoryWriter(MemoryStorage, StorageWriter):
         writer = turn.writer
         assert writer is not None
         try:
-            with torch.no_grad():
-                for where, tensor in zip(encoded.slices, encoded.tensors, strict=True):
-                    view_of(writer.payload, where).copy_(tensor)
+            write(encoded.slices, encoded.tensors, writer.payload)
         except RuntimeError as error:
             self._agreement.abandon(writer)
             return str(error)
-        return self._agreement.publish(turn, encoded, self._about, wait=True)
+        return self._agreement.publish(turn, encoded, wait=True)
 
 
 def _state_of(plan: SavePlan, planner: SavePlanner) -> dict[str, Any]:
@@ -301,10 +281,11 @@ class MemoryReader(MemoryStorage, StorageReader):
         process_group: Group = None,
         timeout: timedelta | None = None,
     ) -> None:
-        super().__init__(run_id, 1, holder_socket, process_group, timeout, leases=False)
+        storage = Storage(run_id, 1, holder_socket=holder_socket, process_group=process_group, timeout=timeout)
+        super().__init__(storage, leases=False)
         self._version: StoredStep | None = None
         self._saved: Mapping[int, _Saved] = {}
-        self._places: dict[MetadataIndex, tuple[int, int]] = {}  # owner, index of the slice
+        self._located: dict[MetadataIndex, tuple[int, int]] = {}  # owner, index of the slice
 
     @property
     def step(self) -> int | None:
@@ -315,10 +296,10 @@ class MemoryReader(MemoryStorage, StorageReader):
         """Build the metadata from the layouts of all ranks; collective."""
         registration, reasons = self._registration, []
         given, self._given = self._given, None  # DCP says nothing when it wants the newest
-        found = survey(registration, self._run_id, "", self._group)
-        for version in foreign_steps(found.inventories, self._run_id, ""):
+        surveyed = survey(registration)
+        for version in foreign_steps(surveyed.inventories, self._run_id, ""):
             if given in (None, version.step):
-                layouts = gather_layouts(version, registration, self._group)
+                layouts = gather_layouts(version, registration)
                 if is_whole(layouts, {"state": STATE}):
                     self._version = version
                     self._saved = {owner: _Saved.of(layout) for owner, layout in layouts.items()}
@@ -332,8 +313,8 @@ class MemoryReader(MemoryStorage, StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         assert self._version is not None, "DCP reads the metadata first"
-        needed = {self._places[item.storage_index][0] for item in plan.items if self._has_tensors(item)}
-        shards = ForeignShards(self._version, needed, self._registration, self._group)
+        needed = {self._located[item.storage_index][0] for item in plan.items if self._has_tensors(item)}
+        shards = ForeignShards(self._version, needed, self._registration)
         with contextlib.closing(shards):
             for item in plan.items:
                 self._read(item, planner, shards)
@@ -344,7 +325,7 @@ class MemoryReader(MemoryStorage, StorageReader):
 
     def _metadata(self) -> Metadata:
         metadata = Metadata({}, planner_data={})
-        self._places = {}
+        self._located = {}
         for owner, saved in self._saved.items():
             for name, shape, offset, number in saved.items:
                 where = saved.layout.slices[number]
@@ -352,21 +333,21 @@ class MemoryReader(MemoryStorage, StorageReader):
                 stored = metadata.state_dict_metadata.setdefault(name, TensorStorageMetadata(properties, shape, []))
                 assert isinstance(stored, TensorStorageMetadata)
                 stored.chunks.append(ChunkStorageMetadata(offset, Size(where.shape)))
-                self._places[MetadataIndex(name, offset)] = owner, number
+                self._located[MetadataIndex(name, offset)] = owner, number
             for name in saved.values:
                 metadata.state_dict_metadata[name] = BytesStorageMetadata()
-                self._places[MetadataIndex(name)] = owner, -1
+                self._located[MetadataIndex(name)] = owner, -1
             metadata.planner_data.update(saved.planner_data)
         return metadata
 
     def _has_tensors(self, item: ReadItem) -> bool:
         if item.type != LoadItemType.BYTE_IO:
             return True
-        owner, _ = self._places[item.storage_index]
+        owner, _ = self._located[item.storage_index]
         return _contains_number(self._saved[owner].values[item.storage_index.fqn])
 
     def _read(self, item: ReadItem, planner: LoadPlanner, shards: ForeignShards) -> None:
-        owner, number = self._places[item.storage_index]
+        owner, number = self._located[item.storage_index]
         if item.type == LoadItemType.BYTE_IO:
             saved, name = self._saved[owner], item.storage_index.fqn
             value = saved.values[name]

@@ -9,6 +9,10 @@ Tensors that are the same on all ranks are stored once, and parts of a DTensor a
 names in the state (``model.layer.weight``), so any reader of DCP finds them, on any number of ranks. Tensors that
 differ are stored as ``rank1.optimizer...``.
 
+What data parallelism keeps alike is compared by its digests before anything is written: a state in which ranks differ
+is not saved, once they were the same. So ``certified`` in ``thinwire.json`` is true; null where nothing is to be alike;
+or false, where ranks have never been the same.
+
 Neither DCP nor torch.load compares the bytes with a digest: one flipped bit of a weight comes back unnoticed (tried
 with torch 2.13). So ``thinwire.json``, written last, has the digests of ``.metadata`` and of each rank's
 ``rank1.digests``, and those have the digests of all tensors that the rank needs. A tensor that does not match is not
@@ -59,18 +63,19 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from thinwire.checkpoint.group import PrivateGroup, describe, gather_json, on_all
+from thinwire.checkpoint.group import PrivateGroup, describe, gather_json, odd_ranks, on_all
+from thinwire.checkpoint.holder.faultpoint import reach
+from thinwire.checkpoint.holder.slots import parse_json
+from thinwire.checkpoint.holder.version import field, start_order
+from thinwire.checkpoint.options import Disk, parse_seconds
 from thinwire.checkpoint.records import Notices
 from thinwire.checkpoint.state.coding import tensors_of
 from thinwire.checkpoint.state.layout import DTYPES, ShardPart, StateLayout
 from thinwire.errors import CorruptMessageError, ThinwireError
-from thinwire.holder.faultpoint import reach
-from thinwire.holder.slots import parse_json
-from thinwire.holder.version import field, start_order
 
 
 class PartsPlanner(DefaultSavePlanner):
-    """Planner that saves tensors by name; ``parts`` are those of which several ranks save parts under one name."""
+    """Planner that saves tensors by name; ``parts`` are those that several ranks save under the same name."""
 
     def __init__(self, parts: Mapping[str, ShardPart]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -145,28 +150,29 @@ _FIELDS = (
 
 def write_shards(
     directory: Path, layout: StateLayout, tensors: Sequence[Tensor], group: dist.ProcessGroup
-) -> list[str]:
-    """Write the state of each rank to an empty directory that all ranks see, and return digests for `write_about`;
-    collective.
+) -> dict[str, Any]:
+    """Write the state of each rank to an empty directory that all ranks see, and return what to tell `write_about` of
+    it; collective.
 
-    Raises ThinwireError on all ranks, with the error of the system, if one cannot write.
+    Raises ThinwireError on all ranks, with the error of the system, if one cannot write; and if ranks differ in what
+    they should have alike (``layout.shared_bytes``), and have had.
     """
     rank = dist.get_rank(group)
-    state = _named(layout, tensors, rank, group)
+    state, certified = _named(layout, tensors, rank, group)
     parts = {name: item.part for name, item in zip(_names(layout), layout.slices, strict=True) if item.part is not None}
     try:
         dcp.save(state, storage_writer=_Writer(str(directory)), process_group=group, planner=PartsPlanner(parts))
     except CheckpointException as error:
         raise ThinwireError(_why_not(error, directory, state, parts, group)) from error
-    return gather_json(_digest(state[_own(rank, "digests")]), group)
+    return {"certified": certified, "digests": gather_json(_digest(state[_own(rank, "digests")]), group)}
 
 
-def write_about(directory: Path, about: dict[str, Any], digests: list[str]) -> None:
+def write_about(directory: Path, about: dict[str, Any]) -> None:
     """Write the file that makes the others a checkpoint, last and once; not collective.
 
-    ``about`` has step, attempt, topology, state and world_size.
+    ``about`` has step, attempt, topology, state, world_size, and what `write_shards` returned.
     """
-    about |= {"metadata": _digest_of((directory / _METADATA).read_bytes()), "digests": digests}
+    about |= {"metadata": _digest_of((directory / _METADATA).read_bytes())}
     with (directory / _ABOUT).open("w") as file:
         file.write(json.dumps({**about, "digest": _digest_of(_canonical(about))}))
         file.flush()
@@ -208,12 +214,19 @@ def _why_not(
     )
 
 
-def _named(layout: StateLayout, tensors: Sequence[Tensor], rank: int, group: dist.ProcessGroup) -> dict[str, Tensor]:
-    """Tensors that a rank saves: parts, and those equal on all ranks, under their own names, others under the
-    rank's."""
+def _named(
+    layout: StateLayout, tensors: Sequence[Tensor], rank: int, group: dist.ProcessGroup
+) -> tuple[dict[str, Tensor], bool | None]:
+    """Tensors that a rank saves, and whether ranks have alike what they should: parts, and those equal on all ranks,
+    under their own names, others under the rank's."""
     names = _names(layout)
     digests = {name: _digest(tensor) for name, tensor in zip(names, tensors, strict=True)}
-    gathered = gather_json(digests, group)
+    answers = gather_json([digests, _shared(layout, digests), layout.about.get("certified", -1)], group)
+    gathered, shared = [each for each, *_ in answers], [each for _, each, _ in answers]
+    differ, certified = odd_ranks(shared)[1], max(step for *_, step in answers)
+    if differ and certified >= 0:
+        text = f"parameters or optimizer state of {differ}, and at step {certified} all were the same"
+        raise ThinwireError(f"silent corruption: {text} (if ranks are meant to differ: on_divergence='off')")
     described = layout.to_bytes()
     all_digests = {"layout": _digest_of(described), "tensors": digests}
     state = {_own(rank, "layout"): _as_tensor(described), _own(rank, "digests"): _as_tensor(_canonical(all_digests))}
@@ -221,7 +234,7 @@ def _named(layout: StateLayout, tensors: Sequence[Tensor], rank: int, group: dis
         same = item.part is not None or all(each.get(name) == digests[name] for each in gathered)
         if tensor.numel():
             state[name if same else _own(rank, name)] = tensor
-    return state
+    return state, not differ if any(shared) and len(shared) > 1 else None
 
 
 def read_about(directory: Path, step: int) -> dict[str, Any]:
@@ -281,6 +294,10 @@ class DiskShards:
             _check(each.name, _digest(each.tensor), self._digests[owner][names[number]])
         return [each.tensor for each in wanted]
 
+    def shared(self, owner: int) -> str:
+        """Return a digest of what all ranks should have alike; empty if there is nothing."""
+        return _shared(self.layout(owner), self._digests[owner])
+
     def _whole(self, name: str) -> Tensor:
         stored = self._metadata.state_dict_metadata[name]
         if not isinstance(stored, TensorStorageMetadata):
@@ -300,12 +317,19 @@ def _names(layout: StateLayout) -> list[str]:
     return names
 
 
+def _shared(layout: StateLayout, digests: Mapping[str, str]) -> str:
+    """Digest of what all ranks should have alike; empty if there is nothing."""
+    items = zip(layout.slices, _names(layout), strict=True)
+    shared = {name: digests[name] for item, name in items if item.offset < layout.shared_bytes}
+    return _digest_of(_canonical(shared)) if shared else ""
+
+
 def _own(rank: int, name: str) -> str:
     return f"rank{rank}.{name}"
 
 
-def _check(name: object, found: str, expected: object) -> None:
-    if found != expected:
+def _check(name: object, result: str, expected: object) -> None:
+    if result != expected:
         raise CorruptMessageError(f"{name} was altered, or is of another checkpoint")
 
 
@@ -328,50 +352,37 @@ def _digest_of(content: bytes | memoryview) -> str:
 logger = logging.getLogger("thinwire")
 
 _RETRY_SECONDS = 60.0  # at most, until a save that failed is tried again
-_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
-Take = Callable[[], tuple[bytes, memoryview]]
+Take = Callable[[], tuple[bytes, memoryview, memoryview | None]]
 
 
-def parse_seconds(text: str | float) -> float:
-    """Return the seconds of a text such as ``3h``, ``30m`` or ``90s``, or of a number. Raises ValueError.
-
-    Example:
-        >>> parse_seconds("3h")
-        10800.0
-    """
-    if isinstance(text, (int, float)):
-        return float(text)
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([smhd])\s*", text)
-    if match is None:
-        raise ValueError(f"{text!r} is not a time: write it as 90s, 30m, 3h or 1d")
-    return float(match[1]) * _UNITS[match[2]]
+def check_parent(directory: str | Path) -> None:
+    """Raise ValueError if there is neither the directory nor the one that it would be made in."""
+    parent = Path(directory).absolute().parent
+    if not Path(directory).is_dir() and not parent.is_dir():
+        raise ValueError(
+            f"Disk({str(directory)!r}): there is no directory {parent} on {os.uname().nodename}: mount its file"
+            " system, or make it (only the last directory of the path is made by itself)"
+        )
 
 
 class PersistentTier:
     """A store of states of all ranks in a directory that all of them see, used by this training alone.
 
-    ``every_seconds`` between two checkpoints are by the clock of rank 0. They count from the newest checkpoint in the
-    directory, or from the first start of the run, so that a job that fails more often still saves. The newest ``keep``
-    are kept. ``about`` has ``topology``, ``state`` and ``world_size``. Only the thread that saves uses ``group``, or
-    others while it does not run. ``notices`` gets the failures, from rank 0.
+    The seconds between two checkpoints are by the clock of rank 0. They count from the newest checkpoint in the
+    directory, or from the first start of the run, so that a job that fails more often still saves. ``about`` has
+    ``topology``, ``state`` and ``world_size``. Only the thread that saves uses ``group``, or others while it does not
+    run. ``notices`` gets the failures, from rank 0.
     """
 
-    def __init__(
-        self,
-        directory: str | Path,
-        every_seconds: float,
-        keep: int,
-        about: dict[str, Any],
-        group: PrivateGroup,
-        notices: Notices,
-    ) -> None:
-        self.directory = Path(directory)
-        self._every_seconds, self._keep, self._about, self._notices = every_seconds, keep, about, notices
+    def __init__(self, disk: Disk, about: dict[str, Any], group: PrivateGroup, notices: Notices) -> None:
+        self.directory, self._every_seconds, self._keep = Path(disk.directory), parse_seconds(disk.every), disk.keep
+        self._about, self._notices = about, notices
         self._own, self._group = group, group.process_group
         self._rank = dist.get_rank(self._group)
         self._thread: threading.Thread | None = None
         self._due_at: float | None = None  # of time.monotonic, on rank 0
+        self._is_made = False
         self.obstacle = ""  # why no slot may be overwritten now
         self.saved_step = -1
         self.errors, self.last_error = 0, ""
@@ -397,7 +408,7 @@ class PersistentTier:
         return 0.0
 
     def save(self, step: int, attempt: int, take: Take) -> None:
-        """Save the result of ``take``, layout and payload of the slot, in the background.
+        """Save the result of ``take``, layout and payload of the slot and what is in common, in the background.
 
         Call it on all ranks, for the same step; a rank that has nothing to save passes a ``take`` that raises. Until it
         has returned, ``obstacle`` says that slots must be left alone.
@@ -409,8 +420,9 @@ class PersistentTier:
             if reason and self._rank == 0:
                 self._notices.add(reason)
 
-        self._thread = threading.Thread(target=save, name="persist", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=save, name="persist", daemon=True)
+        thread.start()
+        self._thread = thread  # another thread may `join` it from now on
 
     def save_now(self, step: int, attempt: int, take: Take) -> str:
         """Save like `save`, and return why it failed, the same on all ranks, or an empty text; collective."""
@@ -430,18 +442,20 @@ class PersistentTier:
 
         def taken() -> tuple[StateLayout, list[Tensor]]:
             try:
-                text, payload = take()
+                text, payload, common = take()
             finally:
                 self.obstacle = ""
             layout = StateLayout.from_bytes(text)
-            return dataclasses.replace(layout, codes=()), list(tensors_of(layout, payload))  # on the disk as they are
+            tensors = list(tensors_of(layout, payload, common))  # on the disk as they are
+            return dataclasses.replace(layout, codes=()), tensors
 
-        (layout, tensors), about = on_all(self._group, taken), {**self._about, "step": step, "attempt": attempt}
+        layout, tensors = on_all(self._group, taken)
+        about = {**self._about, "step": step, "attempt": attempt}
         with contextlib.ExitStack() as stack:
             self._on_rank_0(lambda: [stack.enter_context(self._locked()), self._remove_partial(), partial.mkdir()])
             try:
-                digests = write_shards(partial, layout, tensors, self._group)
-                self._on_rank_0(lambda: [write_about(partial, about, digests), self._put_in_place(partial, final)])
+                gathered = write_shards(partial, layout, tensors, self._group)
+                self._on_rank_0(lambda: [write_about(partial, about | gathered), self._publish(partial, final)])
             finally:
                 if self._rank == 0:
                     shutil.rmtree(partial, ignore_errors=True)
@@ -450,7 +464,7 @@ class PersistentTier:
         """Raises ThinwireError on all ranks if rank 0 fails; they do not wait for it in vain."""
         on_all(self._group, do if self._rank == 0 else lambda: None)
 
-    def _put_in_place(self, partial: Path, final: Path) -> None:
+    def _publish(self, partial: Path, final: Path) -> None:
         if final.exists():  # of the same step, trained once more
             final.rename(self._path(0, ".old.partial"))
         partial.rename(final)
@@ -469,7 +483,9 @@ class PersistentTier:
 
         Raises BlockingIOError if another process writes to it. A file system without locks is taken as it is.
         """
-        self.directory.mkdir(parents=True, exist_ok=True)
+        if not self._is_made:  # one that has gone since then is on a file system that was there
+            self.directory.mkdir(exist_ok=True)
+            self._is_made = True
         with (self.directory / "run").open("a") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -489,8 +505,8 @@ class PersistentTier:
 
     def _steps(self) -> list[int]:
         """Steps of complete checkpoints, newest first."""
-        found = [re.fullmatch(r"step-(\d{8,})", path.name) for path in self.directory.glob("step-*")]
-        return sorted((int(match[1]) for match in found if match), reverse=True)
+        result = [re.fullmatch(r"step-(\d{8,})", path.name) for path in self.directory.glob("step-*")]
+        return sorted((int(match[1]) for match in result if match), reverse=True)
 
     def _expired(self) -> list[int]:
         """Steps of all but the newest checkpoints; a directory that is no checkpoint counts as the oldest."""

@@ -34,10 +34,10 @@ def interface_to(host: str) -> str:
                 return "lo"
             for _, name in socket.if_nameindex():
                 try:
-                    found = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                    result = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
                 except OSError:  # an interface without an IPv4 address
                     continue
-                if family == socket.AF_INET and socket.inet_ntoa(found[20:24]) == own:
+                if family == socket.AF_INET and socket.inet_ntoa(result[20:24]) == own:
                     return name
     except OSError:
         pass

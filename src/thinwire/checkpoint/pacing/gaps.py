@@ -22,6 +22,7 @@ from statistics import median, pstdev
 from thinwire.checkpoint.pacing.counters import BusySampler, busy_periods
 from thinwire.errors import ThinwireError
 
+_SMALL_BYTES = 1_000_000  # that any link takes in a moment
 GAMMA = 0.9  # of a timespan is used at most: the paper reports timespans that vary by less than 10 %
 PROFILED_ITERATIONS = 20
 
@@ -132,7 +133,7 @@ def even_grants(
 
 
 def gap_grants(
-    found: IdleProfile, num_bytes: int, bytes_per_second: float, latency_seconds: float = 0.0, first: int = 0
+    result: IdleProfile, num_bytes: int, bytes_per_second: float, latency_seconds: float = 0.0, first: int = 0
 ) -> list[Grant]:
     """Return grants for each gap, over the iterations needed: Algorithm 2.
 
@@ -145,18 +146,18 @@ def gap_grants(
         >>> gap_grants(profile([[(0.5, 1.0)]]), num_bytes=150, bytes_per_second=100.0)
         [Grant(seconds=0.5, num_bytes=90, iteration=0), Grant(seconds=0.5, num_bytes=60, iteration=1)]
     """
-    sending = [max(0.0, found.gamma * span - latency_seconds) for span in found.spans]
+    sending = [max(0.0, result.gamma * span - latency_seconds) for span in result.spans]
     rooms = [math.floor(min(num_bytes, seconds * bytes_per_second)) for seconds in sending]
     if num_bytes * len(rooms) > MAX_GRANTS * sum(rooms):
         raise ValueError(f"{num_bytes:,} bytes in idle timespans for {sum(rooms):,}: the network is never idle")
     grants: list[Grant] = []
-    for place in itertools.count(first):
+    for index in itertools.count(first):
         if not num_bytes:
             break
-        iteration, number = divmod(place, len(rooms))
+        iteration, number = divmod(index, len(rooms))
         length = min(rooms[number], num_bytes)
         if length:
-            grants.append(Grant(found.timespans[number][0], length, iteration))
+            grants.append(Grant(result.timespans[number][0], length, iteration))
         num_bytes -= length
     return grants
 
@@ -206,7 +207,7 @@ class Pacer:
         if self.profile is None:
             return f"evenly: {len(self._profiled)} of {PROFILED_ITERATIONS} iterations profiled, by {by}"
         steady = "" if self.profile.steady else ", which vary by more than 10 %"
-        again = "; profiled anew now, because iterations take another time than they did" if self._is_drifting else ""
+        again = "; profiled again now, because iterations take another time than they did" if self._is_drifting else ""
         return f"in {len(self.profile.spans)} idle timespans of each iteration{steady}, by {by}{again}"
 
     @property
@@ -290,8 +291,9 @@ class Pacer:
         grants, needed = self._plan(num_bytes, bytes_per_second)
         if needed > self._most_needed:
             self._most_needed = needed
-            logger.warning(
-                "a checkpoint of %.1f MB, for all peers together, takes %s iterations to send beside the training, and"
+            logger.log(
+                logging.INFO if num_bytes < _SMALL_BYTES else logging.WARNING,  # such iterations are short
+                "a checkpoint of %.3g MB, for all peers together, takes %s iterations to send beside the training, and"
                 " one is made every %s: what does not fit is spread over them, and versions in between are skipped",
                 num_bytes / 1e6, needed, self._every,
             )  # fmt: skip
@@ -328,14 +330,14 @@ class Pacer:
         """Withdraw what the gap did not send, and grant what is left in the gaps after it."""
         left = self._revoke() if self._revoke is not None else 0
         with self._changed:
-            found, (speed, latency) = self.profile, self._link
-            if found is None or self._grants[:1] != [ended]:  # there is another offer meanwhile
+            result, (speed, latency) = self.profile, self._link
+            if result is None or self._grants[:1] != [ended]:  # there is another offer meanwhile
                 return
-            ends = [start + length for start, length in found.timespans]
-            place = ended.iteration * len(ends) + (ends.index(ended.seconds) + 1 if ended.seconds in ends else 0)
+            ends = [start + length for start, length in result.timespans]
+            position = ended.iteration * len(ends) + (ends.index(ended.seconds) + 1 if ended.seconds in ends else 0)
             grants: list[Grant] = []
             with contextlib.suppress(ValueError):
-                grants = gap_grants(found, left, speed, latency, place)
+                grants = gap_grants(result, left, speed, latency, position)
             self._grants, self._sent_at = self._with_ends(grants), self._end_of(grants, speed)
 
     def _plan(self, num_bytes: int, bytes_per_second: float | None) -> tuple[list[Grant], int]:

@@ -19,6 +19,7 @@ _UNGOVERNED = 20  # iterations at the start: protection comes first, and they ar
 _FEW = 3  # versions, and free iterations, before their medians are believed
 _VERSIONS, _FREE = 9, 20  # over which medians are taken
 _PROBE_VERSIONS = 10  # one of so many is left out where no iteration would be free
+_RARE_PROBE_VERSIONS = 100  # where next to nothing is sent
 _AIM = 0.8  # of the share is used: costs vary by a fifth from one version to the next
 _MARGIN = 2.0  # a version may become that much cheaper before more of them are made
 _MOST = 10_000
@@ -51,10 +52,11 @@ class Governor:
         self._costs: deque[float] = deque(maxlen=_VERSIONS)
         self._spans: deque[int] = deque(maxlen=_FEW)  # loaded iterations of each version
         self._loaded, self._loaded_seconds = 0, 0.0  # iterations since the last version began, and their lengths
-        self._iterations, self._versions, self._wanted, self._told = 0, 0, 1, False
+        self._iterations, self._versions, self._wanted, self._has_warned = 0, 0, 1, False
         self._in_flight = threading.Event()
         self.is_loaded = False  # the iteration that runs now
         self.needs_free = False  # whether the pacer profiles the network in them
+        self.sends_little = False  # because nearly all of a version is what ranks have in common
         self.next_step, self._agreed = 0, 1
 
     @property
@@ -111,18 +113,19 @@ class Governor:
         return max(1, min(wanted, self._most))
 
     def _probes(self, cost: float | None) -> bool:
-        wants = cost is None or self.needs_free or self._versions % _PROBE_VERSIONS == 0
+        rate = _RARE_PROBE_VERSIONS if self.sends_little else _PROBE_VERSIONS
+        wants = cost is None or self.needs_free or self._versions % rate == 0
         return wants and self._iterations >= _UNGOVERNED
 
     def agree(self, step: int, stride: int) -> None:
         """Record that the ranks make a checkpoint of ``step``, and the next one that many multiples later."""
         self.next_step, self._agreed = step + stride * self._every, stride
         cost = self.cost_seconds
-        if stride > 1 and cost is not None and self._wanted > 1 and not self._told:
-            self._told = True
+        if stride > 1 and cost is not None and self._wanted > 1 and not self._has_warned:
+            self._has_warned = True
             logger.warning(
                 "a checkpoint lengthens training by %.0f ms, and an iteration takes %.0f ms: one is made every %s steps"
-                " to keep max_overhead=%s",
+                " to keep max_overhead=%s, so a failure may cost that many more steps (checkpoint/at_risk_steps)",
                 1e3 * cost, 1e3 * median(self._free), stride * self._every, self.max_overhead,
             )  # fmt: skip
 

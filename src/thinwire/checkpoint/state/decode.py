@@ -15,11 +15,10 @@ from torch.distributed.tensor import DTensor
 
 from thinwire.checkpoint.state.encode import kind_of
 from thinwire.checkpoint.state.layout import DTYPES, StateLayout, TensorSlice
-from thinwire.checkpoint.state.sharding import Meshes, Targets, local_of
+from thinwire.checkpoint.state.sharding import Meshes, Targets
 from thinwire.errors import CorruptMessageError
-from thinwire.holder.faultpoint import reach
 
-_Place = Callable[[int, Any], Any]
+_TensorFor = Callable[[int, Any], Any]
 _MISSING = object()
 
 
@@ -28,57 +27,45 @@ def unflatten(layout: StateLayout, tensors: Sequence[Tensor]) -> Any:
     return _guarded(layout, lambda number, _: tensors[number], None)
 
 
-def load_into(state: Any, layout: StateLayout, tensors: Sequence[Tensor]) -> Any:
-    """Copy the stored state into the tensors of ``state`` at the same keys, where shape and dtype match, and return it.
-
-    The stored state determines the keys and items: others of ``state`` are not in the result. Other tensors are new
-    ones, so nothing of the result is in the buffer. Values are returned, not changed in place: use the result for
-    everything that is not a tensor.
-
-    Raises ValueError for parts of a DTensor that ``state`` holds in other parts, or that it cannot make.
-
-    Example: state = load_into(state, layout, views(layout, reader.payload))
-    """
-    loaded, targets = prepare(state, layout)
-    for number, target in targets:
-        local, stored = local_of(target), tensors[number]
-        if local.shape != stored.shape:
-            raise ValueError(f"{layout.slices[number].path}: this rank has another part of it than the one stored")
-        with torch.no_grad():
-            local.copy_(stored)
-        reach("load")
-    return loaded
-
-
 def prepare(state: Any, layout: StateLayout) -> tuple[Any, Targets]:
     """Return the stored state before its tensors are filled, and the target tensor of each slice.
 
-    Targets are tensors of ``state`` where shape (of the whole, for parts) and dtype are the same, else new ones.
+    The stored state determines the keys and items: others of ``state`` are not in the result. Values are returned, not
+    changed in place: use the result for everything that is not a tensor. Targets are tensors of ``state`` where shape
+    (of the whole, for parts) and dtype are the same, and that can be written to (`is_writable`), else new ones.
+
+    Raises ValueError for parts of a DTensor that it cannot make.
     """
     targets: Targets = []
     meshes = Meshes(_tensors(state))
 
-    def place(number: int, existing: Any) -> Tensor:
+    def tensor_for(number: int, existing: Any) -> Tensor:
         where = layout.slices[number]
         target = existing if _fits(existing, where) else _new(where, meshes)
         targets.append((number, target))
         return target
 
-    return _guarded(layout, place, state), targets
+    return _guarded(layout, tensor_for, state), targets
 
 
-def _guarded(layout: StateLayout, place: _Place, existing: Any) -> Any:
+def _guarded(layout: StateLayout, tensor_for: _TensorFor, existing: Any) -> Any:
     try:
-        return _decode(layout.tree, len(layout.slices), place, existing)
+        return _decode(layout.tree, len(layout.slices), tensor_for, existing)
     except RecursionError as error:
         raise CorruptMessageError(f"a layout that is nested too deeply: {error}") from error
+
+
+def is_writable(tensor: Tensor) -> bool:
+    """Return whether ``copy_`` takes the tensor: no two elements are one in memory, nor is it of inference mode."""
+    overlaps = any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+    return not overlaps and not tensor.is_inference()
 
 
 def _fits(existing: Any, where: TensorSlice) -> bool:
     if not isinstance(existing, Tensor) or isinstance(existing, DTensor) != (where.part is not None):
         return False
     shape = where.shape if where.part is None else where.part.shape
-    return tuple(existing.shape) == shape and existing.dtype == DTYPES[where.dtype]
+    return tuple(existing.shape) == shape and existing.dtype == DTYPES[where.dtype] and is_writable(existing)
 
 
 def _new(where: TensorSlice, meshes: Meshes) -> Tensor:
@@ -93,32 +80,32 @@ def _tensors(state: Any) -> list[Tensor]:
     return [tensor for value in inner for tensor in _tensors(value)]
 
 
-def _decode(node: Any, count: int, place: _Place, existing: Any) -> Any:
+def _decode(node: Any, count: int, tensor_for: _TensorFor, existing: Any) -> Any:
     if node is None or isinstance(node, (bool, int, str)):
         return node
     if isinstance(node, list):
-        return [_decode(item, count, place, _item(existing, i)) for i, item in enumerate(node)]
+        return [_decode(item, count, tensor_for, _item(existing, i)) for i, item in enumerate(node)]
     if not isinstance(node, dict) or len(node) != 1:
         raise CorruptMessageError(f"not a node of a layout: {str(node)[:40]}")
     ((tag, value),) = node.items()
     if tag == "tensor":
         if type(value) is not int or not 0 <= value < count:
             raise CorruptMessageError(f"no tensor {str(value)[:40]} in a layout")
-        return place(value, existing)
+        return tensor_for(value, existing)
     if tag == "tuple" and isinstance(value, list):
-        return tuple(_decode(item, count, place, _item(existing, i)) for i, item in enumerate(value))
+        return tuple(_decode(item, count, tensor_for, _item(existing, i)) for i, item in enumerate(value))
     if tag == "dict" and isinstance(value, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in value):
-        pairs = [(_key(key, place), inner) for key, inner in value]
-        return {key: _decode(inner, count, place, _item(existing, key)) for key, inner in pairs}
+        pairs = [(_key(key, tensor_for), inner) for key, inner in value]
+        return {key: _decode(inner, count, tensor_for, _item(existing, key)) for key, inner in pairs}
     if tag == "array":
-        tensor = _decode(value, count, place, _shared(existing))
+        tensor = _decode(value, count, tensor_for, _shared(existing))
         if isinstance(tensor, Tensor) and tensor.device.type == "cpu":
             return tensor.numpy()
     if tag == "subclass" and isinstance(value, list) and len(value) == 2:
-        return _subclass(value[0], value[1], count, place, existing)
+        return _subclass(value[0], value[1], count, tensor_for, existing)
     if tag in _COLLECTIONS and isinstance(value, list):
         try:
-            return _COLLECTIONS[tag](_key(item, place) for item in value)
+            return _COLLECTIONS[tag](_key(item, tensor_for) for item in value)
         except (TypeError, ValueError) as error:
             raise CorruptMessageError(f"not a {tag} of a layout: {error}") from error
     return _plain(tag, value)
@@ -138,13 +125,13 @@ def _shared(array: Any) -> Tensor | None:
     return torch.from_numpy(array) if in_order and array.flags.writeable else None
 
 
-def _subclass(kind: Any, parts: Any, count: int, place: _Place, existing: Any) -> Any:
+def _subclass(kind: Any, parts: Any, count: int, tensor_for: _TensorFor, existing: Any) -> Any:
     """A tensor made of inner tensors: the existing one, filled in place, else a new one of a class that is loaded."""
     is_like = hasattr(existing, "__tensor_flatten__") and kind_of(existing) == kind
     try:
         module, name, shape, stride, context = kind
         inner = {
-            part: _decode(node, count, place, getattr(existing, part, None) if is_like else None)
+            part: _decode(node, count, tensor_for, getattr(existing, part, None) if is_like else None)
             for part, node in parts
         }
         made: Any = sys.modules.get(module)
@@ -159,11 +146,11 @@ def _subclass(kind: Any, parts: Any, count: int, place: _Place, existing: Any) -
         raise ValueError(f"there is no class {module}.{name} to make a tensor of: import it before restore")
     if context is None:
         raise ValueError(f"a {name} can only be restored in place: make one optimizer step before restore")
-    return made.__tensor_unflatten__(inner, _decode(context, 0, place, None), *size)
+    return made.__tensor_unflatten__(inner, _decode(context, 0, tensor_for, None), *size)
 
 
-def _key(node: Any, place: _Place) -> Any:
-    key = _decode(node, 0, place, None)
+def _key(node: Any, tensor_for: _TensorFor) -> Any:
+    key = _decode(node, 0, tensor_for, None)
     try:
         hash(key)
     except TypeError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -18,12 +19,14 @@ from thinwire.checkpoint.state.sharding import local_of, part_of
 
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 Replicated = Callable[[str, Tensor], bool]
+_MOST_LEVELS = 100  # that a reader can follow, deep in the calls of a trainer
+_TOO_DEEP = f"{{}}: containers in one another more than {_MOST_LEVELS} deep cannot be stored: make them flatter"
 _LEAVES = frozenset((*_PLAIN_TYPES, DTensor, int, float, str, bool, bytes, type(None), torch.Size))
 
 
 @dataclass(frozen=True, eq=False)
 class Encoded:
-    """A state with encoded values, whose tensors are still those of the training.
+    """A state with encoded values, whose tensors are still the training's own.
 
     ``slices`` is the same object as long as names, shapes and positions stay the same. For each of them, ``tensors``
     has the local tensor of this rank, and ``originals`` that of the state, which may be a DTensor. The first
@@ -39,11 +42,18 @@ class Encoded:
     _texts: Sequence[str]
     _slices_text: str
 
+    @property
+    def alike(self) -> str:
+        """A digest of what there is to be alike, without its bits: ranks have it in common if theirs are the same."""
+        first = [item.to_json() for item in self.slices if item.offset < self.shared_bytes]
+        return hashlib.sha256(_dumps(first).encode()).hexdigest() if first else ""
+
     def to_bytes(self, about: dict[str, Any] | None = None, codes: Sequence[tuple[int, int]] = ()) -> bytes:
         """Return the layout, as JSON. Any thread may call it, even after the state has changed."""
         parts = [text for pair in zip(self._pieces, (*self._texts, ""), strict=True) for text in pair]
         tail = f'"payload_bytes":{self.payload_bytes},"about":{_dumps(about or {})}'
-        tail += f',"codes":{_dumps(codes)}}}' if codes else "}"
+        tail += f',"codes":{_dumps(codes)}' if codes else ""
+        tail += f',"shared_bytes":{self.shared_bytes}}}' if self.shared_bytes else "}"
         return f'{{"tree":{"".join(parts)},"slices":{self._slices_text},{tail}'.encode()
 
 
@@ -54,8 +64,8 @@ class StateEncoder:
     a state of 4,000 tensors.
 
     Args:
-        replicated: returns whether all ranks have a tensor alike, by its path. These come first in the payload, unless
-            there are tensors that ranks hold in parts.
+        replicated: returns whether ranks have a tensor alike, by its path. These come first in the payload. If some
+            tensors are held in parts, only those are alike of which several ranks hold the same part.
     """
 
     def __init__(self, replicated: Replicated = lambda path, tensor: False) -> None:
@@ -71,7 +81,10 @@ class StateEncoder:
         """
         structure: list[Any] = []
         leaves: list[Any] = []
-        _scan(state, structure, leaves)
+        try:
+            _scan(state, structure, leaves)
+        except RecursionError as error:
+            raise ValueError(_TOO_DEEP.format("the state")) from error
         encoded = self._form.fill(leaves) if self._form is not None and self._form.structure == structure else None
         if encoded is None:
             self._form = _Form(state, structure, leaves, self._replicated)
@@ -97,7 +110,8 @@ def _scan(value: Any, structure: list[Any], leaves: list[Any]) -> None:
     elif isinstance(value, dict):
         keys = tuple(value)
         kinds = tuple(map(type, keys))
-        structure.append((keys, repr(keys) if tuple in kinds else kinds))  # (1,) equals (True,)
+        # (1,) equals (True,); and types go first: (1, 2) == np.int8(1) is an array, which is neither true nor false
+        structure.append((repr(keys) if tuple in kinds else kinds, keys))
         for inner in value.values():
             _scan(inner, structure, leaves)
     elif isinstance(value, (list, tuple)):
@@ -184,18 +198,21 @@ class _Form:
         self._holes: list[tuple[int, str]] = []  # leaf, path
         self._values: list[Any] = []
         self._texts: list[str] = []
-        self._leaves = 0
+        self._leaves = self._depth = 0
         self._write(state, "")
-        self._shared_bytes = self._place(replicated)
+        self._shared_bytes = self._lay_out(replicated)
         self._scanned = []
         self._final_slices = tuple(self._slices)
         self._slices_text = _dumps([item.to_json() for item in self._slices])
 
-    def _place(self, replicated: Replicated) -> int:
+    def _lay_out(self, replicated: Replicated) -> int:
         """Give each slice its offset, replicated ones first; how many bytes those are."""
         originals = {leaf.number: self._scanned[leaf.index] for leaf in reversed(self._tensors)}
         sharded = any(item.part is not None for item in self._slices)
-        first = [not sharded and replicated(item.path, originals[n]) for n, item in enumerate(self._slices)]
+        first = [
+            (not sharded or _is_copied(originals[n])) and replicated(item.path, originals[n])
+            for n, item in enumerate(self._slices)
+        ]
         shared_bytes = 0
         for number in sorted(originals, key=lambda number: (not first[number], number)):
             offset = -(-self._payload_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
@@ -251,12 +268,16 @@ class _Form:
             self._leaves += 1
 
     def _nest(self, opening: str, items: list[tuple[str, Any, str, str]], closing: str) -> None:
+        self._depth += 1
+        if self._depth > _MOST_LEVELS:
+            raise ValueError(_TOO_DEEP.format(f"{items[0][2][:80]}..." if items else "the state"))
         self._pieces[-1] += opening
         for number, (before, inner, path, after) in enumerate(items):
             self._pieces[-1] += f",{before}" if number else before
             self._write(inner, path)
             self._pieces[-1] += after
         self._pieces[-1] += closing
+        self._depth -= 1
 
     def _add(self, tensor: Tensor, path: str) -> None:
         name = str(tensor.dtype).removeprefix("torch.")
@@ -279,6 +300,14 @@ class _Form:
             number = next(leaf.number for leaf in self._tensors if leaf.index == first)
         self._tensors.append(_TensorLeaf.of(tensor, self._leaves, number, first))
         self._pieces[-1] += f'{{"tensor":{number}}}'
+
+
+def _is_copied(tensor: Tensor) -> bool:
+    """Whether several ranks hold the same part of a DTensor: those along a dimension of its mesh (of HSDP, say)."""
+    if not isinstance(tensor, DTensor):
+        return False
+    sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
+    return any(placement.is_replicate() and size > 1 for placement, size in sizes)
 
 
 def _view(tensor: Tensor) -> tuple[Any, ...]:

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from thinwire.checkpoint.holder.faultpoint import reach
 from thinwire.errors import CorruptMessageError
-from thinwire.holder.faultpoint import reach
 
 ALIGNMENT_BYTES = 64
 DTYPES = {
@@ -75,7 +75,8 @@ class StateLayout:
     """A state without the bytes of its tensors.
 
     ``payload_bytes`` is the size of the buffer for those bytes, ``about`` any JSON that identifies the state. ``codes``
-    are there if the payload is coded (`thinwire.checkpoint.state.coding`).
+    are there if the payload is coded (`thinwire.checkpoint.state.coding`). All ranks should have the slices that begin
+    before ``shared_bytes`` alike.
     """
 
     tree: Any
@@ -83,12 +84,14 @@ class StateLayout:
     payload_bytes: int
     about: dict[str, Any] = field(default_factory=dict)
     codes: tuple[tuple[int, int], ...] = ()
+    shared_bytes: int = 0
 
     def to_bytes(self) -> bytes:
         """Return the layout as JSON, in ASCII."""
         slices = [item.to_json() for item in self.slices]
         content = {"tree": self.tree, "slices": slices, "payload_bytes": self.payload_bytes, "about": self.about}
         content |= {"codes": self.codes} if self.codes else {}
+        content |= {"shared_bytes": self.shared_bytes} if self.shared_bytes else {}
         return json.dumps(content, separators=(",", ":")).encode()
 
     @classmethod
@@ -103,7 +106,9 @@ class StateLayout:
             codes = tuple((size, crc) for size, crc in content.get("codes", ()))
             if any(type(number) is not int for code in codes for number in code):
                 raise TypeError("a code without length or checksum")
-            return cls(content["tree"], slices, payload_bytes, about, codes)
+            if type(shared_bytes := content.get("shared_bytes", 0)) is not int:
+                raise TypeError("'shared_bytes' is no number")
+            return cls(content["tree"], slices, payload_bytes, about, codes, shared_bytes)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise CorruptMessageError(f"not a layout: {type(error).__name__}: {error}") from error
 
@@ -134,27 +139,24 @@ def _checked_part(item: dict[str, Any], shape: tuple[int, ...]) -> ShardPart:
     return part
 
 
-def view_of(buffer: memoryview, where: TensorSlice) -> Tensor:
-    """Return the tensor of a slice, as a view of the payload: writing to one writes to the other."""
+def aligned(num_bytes: int) -> int:
+    """Return where the next tensor may begin."""
+    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def view_of(buffer: memoryview, where: TensorSlice, base: int = 0) -> Tensor:
+    """Return the tensor of a slice, as a view of the payload from ``base`` on: writing to one writes to the other."""
     dtype = DTYPES[where.dtype]
     if where.nbytes == 0:
         return torch.empty(where.shape, dtype=dtype)
     # Of numpy, which keeps the memory mapped. Under a tensor of torch.frombuffer, release() and close() unmap it.
-    memory = np.frombuffer(buffer, np.uint8, where.nbytes, where.offset)
+    memory = np.frombuffer(buffer, np.uint8, where.nbytes, where.offset - base)
     return torch.from_numpy(memory).view(dtype).view(where.shape)
 
 
-def write(layout: StateLayout, tensors: Sequence[Tensor], buffer: memoryview) -> None:
-    """Copy the tensors, from any device, into a payload of at least ``layout.payload_bytes`` bytes."""
-    if len(buffer) < layout.payload_bytes:
-        raise ValueError(f"the buffer of {len(buffer)} bytes is smaller than the payload of {layout.payload_bytes}")
-    for where, tensor in zip(layout.slices, tensors, strict=True):
-        view_of(buffer, where).copy_(tensor)
-        reach("copy")
-
-
-def views(layout: StateLayout, buffer: memoryview) -> list[Tensor]:
-    """Return the tensors of a payload, without a copy. Raises CorruptMessageError if the buffer is too small."""
-    if len(buffer) < layout.payload_bytes:
-        raise CorruptMessageError(f"the buffer of {len(buffer)} bytes has no payload of {layout.payload_bytes}")
-    return [view_of(buffer, where) for where in layout.slices]
+def write(slices: Sequence[TensorSlice], tensors: Sequence[Tensor], buffer: memoryview) -> None:
+    """Copy the tensors of these slices, from any device, into a payload. Raises ValueError if it is too small."""
+    with torch.no_grad():
+        for where, tensor in zip(slices, tensors, strict=True):
+            view_of(buffer, where).copy_(tensor)
+            reach("copy")

@@ -10,9 +10,8 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Size, Tensor
@@ -22,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor import empty as empty_dtensor
 
+from thinwire.checkpoint.holder.faultpoint import reach
 from thinwire.checkpoint.state.layout import ShardPart, StateLayout
 
 try:
@@ -81,18 +81,18 @@ class Meshes:
     """The meshes of a training's DTensors, to create others on them that it does not have yet."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self._found: dict[tuple[tuple[str, ...] | None, int], list[DeviceMesh]] = {}
+        self._meshes: dict[tuple[tuple[str, ...] | None, int], list[DeviceMesh]] = {}
         for tensor in tensors:
             if isinstance(tensor, DTensor):
                 mesh = tensor.device_mesh
                 names = None if mesh.mesh_dim_names is None else tuple(mesh.mesh_dim_names)
-                meshes = self._found.setdefault((names, mesh.ndim), [])
+                meshes = self._meshes.setdefault((names, mesh.ndim), [])
                 if mesh not in meshes:
                     meshes.append(mesh)
 
     def empty(self, part: ShardPart, dtype: torch.dtype) -> DTensor:
         """Return an uninitialized DTensor of that kind. Raises ValueError unless there is exactly one such mesh."""
-        meshes = self._found.get((part.mesh, len(part.placements)), [])
+        meshes = self._meshes.get((part.mesh, len(part.placements)), [])
         if len(meshes) != 1:
             raise ValueError(
                 f"there are {len(meshes)} meshes with dimensions {part.mesh} for a tensor of shape {list(part.shape)}"
@@ -100,14 +100,6 @@ class Meshes:
             )
         placements = [_placement(text) for text in part.placements]
         return empty_dtensor(*part.shape, dtype=dtype, device_mesh=meshes[0], placements=placements)
-
-
-class Shards(Protocol):
-    """Interface of the stored states of all ranks."""
-
-    def tensors(self, owner: int, numbers: Sequence[int]) -> list[Tensor]:
-        """Return the tensors of the slices of these indices, from the state of rank ``owner``."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -123,7 +115,7 @@ class Move:
 def plan_moves(targets: Targets, layouts: Mapping[int, StateLayout], like: int) -> list[Move]:
     """Return the moves that fill ``targets``, which `decode.prepare` made from the layout of rank ``like``.
 
-    ``layouts`` are those of all ranks that stored the state. Raises ValueError for elements that no rank has stored.
+    ``layouts`` are from all ranks that stored the state. Raises ValueError for elements that no rank has stored.
     """
     holders: dict[str, dict[tuple[int, ...], tuple[int, int]]] = defaultdict(dict)
     for owner in sorted(layouts, key=lambda owner: owner != like):  # rank like first, so equal parts come from it
@@ -160,13 +152,21 @@ def _moves_into(
     return moves
 
 
-def fill(moves: Sequence[Move], shards: Shards) -> None:
-    """Make all moves, one old rank after the other."""
+def fill_own(targets: Targets, layout: StateLayout, tensors: Sequence[Tensor]) -> None:
+    """Fill the targets of a state that this rank stored. Raises ValueError for parts that are not in it."""
+    fill(plan_moves(targets, {0: layout}, 0), lambda _, numbers: (tensors[number] for number in numbers))
+
+
+def fill(moves: Sequence[Move], tensors_of: Callable[[int, Sequence[int]], Iterable[Tensor]]) -> None:
+    """Make all moves, one old rank after the other.
+
+    ``tensors_of`` returns the tensors of the slices of these indices, from the state of a rank that stored it.
+    """
     of_owner: dict[int, list[Move]] = defaultdict(list)
     for move in moves:
         of_owner[move.owner].append(move)
     for owner, its_moves in sorted(of_owner.items()):
-        stored = shards.tensors(owner, [move.number for move in its_moves])
+        stored = tensors_of(owner, [move.number for move in its_moves])
         with torch.no_grad():
             for move, tensor in zip(its_moves, stored, strict=True):
                 if move.box is None:
@@ -174,3 +174,4 @@ def fill(moves: Sequence[Move], shards: Shards) -> None:
                 else:
                     source, target, lengths = move.box
                     narrow(move.target, target, lengths).copy_(narrow(tensor, source, lengths))
+                reach("load")

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.checkpoint.state.decode import load_into, prepare
+from thinwire.checkpoint.state.decode import is_writable, prepare
 from thinwire.checkpoint.state.encode import flatten
 from thinwire.checkpoint.state.layout import StateLayout, TensorSlice
-from thinwire.checkpoint.state.sharding import Targets
+from thinwire.checkpoint.state.sharding import Targets, fill_own
 from thinwire.errors import ThinwireError
 
 
@@ -26,6 +26,7 @@ class TrainingState:
 
     Everything but the model has ``state_dict`` and ``load_state_dict``; parts that are None are left out. There may be
     a list, tuple or dict of optimizers, and of the others: parts named ``optimizer.0`` or ``optimizer.generator``.
+    ``compares``: whether ranks that differ in what data parallelism keeps alike are an error.
     """
 
     model: nn.Module
@@ -34,6 +35,7 @@ class TrainingState:
     scaler: Any = None
     synchronizer: Any = None
     data: Any = None
+    compares: bool = True
 
     def __post_init__(self) -> None:
         for name, part in {"model": self.model, **self.parts()}.items():
@@ -71,12 +73,15 @@ class TrainingState:
         groups = [group for optimizer in self.optimizers() for group in optimizer.param_groups]
         return any(tensor is parameter for group in groups for parameter in group["params"])
 
-    def is_replicated(self, path: str, tensor: Tensor) -> bool:
-        """Return whether data parallelism keeps a tensor alike on all ranks: parameters, and the optimizer's state.
+    @property
+    def keeps_ranks_alike(self) -> bool:
+        """Whether ranks should be the same after every step: under an outer loop of thinwire they are now and then."""
+        synchronizers = _each("synchronizer", self.synchronizer)
+        return self.compares and all(getattr(part, "keeps_ranks_alike", True) for _, part in synchronizers)
 
-        Under an outer loop of thinwire it does not: ranks are the same now and then only.
-        """
-        if not all(getattr(part, "keeps_ranks_alike", True) for _, part in _each("synchronizer", self.synchronizer)):
+    def is_replicated(self, path: str, tensor: Tensor) -> bool:
+        """Return whether data parallelism keeps a tensor alike on all ranks: parameters, and the optimizer's state."""
+        if not self.keeps_ranks_alike:
             return False
         if path.startswith("optimizer"):
             return ".state." in path and all(_local(each) is each for each in self.optimizers())
@@ -85,11 +90,10 @@ class TrainingState:
     def load(self, layout: StateLayout, tensors: Sequence[Tensor]) -> int:
         """Load a state that this rank stored, tensors in place, and return the number of steps before it.
 
-        Raises ValueError if its parts differ from those of this training.
+        Raises ValueError if its parts differ from this training's.
         """
-        existing = self.capture(0)
-        state = load_into(existing, layout, tensors)
-        self._check(state, existing)
+        state, targets = self.prepare(layout)
+        fill_own(targets, layout, tensors)
         return self.adopt(state)
 
     def prepare(self, layout: StateLayout) -> tuple[dict[str, Any], Targets]:
@@ -117,41 +121,73 @@ class TrainingState:
                 " same parts"
             )
 
+    def _model_tensors(self) -> dict[str, str]:
+        return _described(flatten({"model": self.module.state_dict()})[0])
+
+    def difference(self, layout: StateLayout) -> str:
+        """Return in what a stored state is of another training, by the first name that differs."""
+        stored, here = _described(layout), self._model_tensors()
+        counts = f"it has {len(stored)} tensors of the model, and this model {len(here)}"
+        for name in [*here, *stored]:
+            if name not in stored:
+                return f"{counts}; {name} is new, {here[name]}"
+            if name not in here:
+                return f"{counts}; {name} is gone, {stored[name]}"
+            if stored[name] != here[name]:
+                return f"{counts}; {name} was {stored[name]} and is {here[name]}"
+        parts = [str(key) for key, _ in layout.tree["dict"]] if isinstance(layout.tree, dict) else []
+        own = ["model", *self.parts(), "step", "random"]
+        if sorted(parts) != sorted(own):
+            return f"it has the parts {', '.join(parts)}, and this training {', '.join(own)}"
+        return "its model is the same, but not the class of an optimizer"
+
     def describe(self) -> str:
         """Return a digest of everything in which checkpoints of other models differ: names, shapes, dtypes, parts.
 
         The same on all ranks, and on any number of them. Raises ValueError, with the path, for a state that cannot be
-        stored.
+        stored, or not restored.
         """
-        layout, _ = flatten({"model": self.module.state_dict()})
+        lines = [f"{name} {kind}" for name, kind in self._model_tensors().items()]
         for name, part in self.parts().items():
             try:
                 state = _local(part).state_dict()
             except Exception:  # perhaps it has none yet: the first checkpoint will tell
                 continue
             flatten({name: state})
-        lines = [
-            f"{item.path} {item.dtype} {item.shape if item.part is None else item.part.shape}"
-            + (f" {item.part.placements} {item.part.mesh}" if item.part is not None else "")
-            for item in layout.slices
-        ]
+        for name, part in {"model": self.module, **self.parts()}.items():
+            for key, tensor in part.state_dict().items() if isinstance(part, nn.Module) else ():
+                if isinstance(tensor, Tensor) and tensor.layout == torch.strided and not is_writable(tensor):
+                    raise ValueError(
+                        f"{name}.{key}: load_state_dict cannot write to it, because it was made by expand() or in"
+                        " inference mode: register a clone() of it, made outside of inference mode"
+                    )
         lines += [name for name in self.parts() if not name.startswith("optimizer")]
         optimizers = _each("optimizer", self.optimizer) or [("optimizer", None)]
         lines += [f"{name} {type(part).__name__}" for name, part in optimizers]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
+def _described(layout: StateLayout) -> dict[str, str]:
+    """The tensors of the model by their names: in what another model differs."""
+    result = {}
+    for item in layout.slices:
+        if item.path.startswith("model."):
+            result[item.path] = f"{item.dtype} {item.shape if item.part is None else item.part.shape}"
+            result[item.path] += f" {item.part.placements} {item.part.mesh}" if item.part is not None else ""
+    return result
+
+
 def _devices(model: dict[str, Any]) -> list[torch.device]:
     """Return the CUDA devices of a model, which need not be the current one."""
-    found = {entry.device for entry in model.values() if isinstance(entry, Tensor) and entry.is_cuda}
-    return sorted(found, key=lambda device: device.index)
+    result = {entry.device for entry in model.values() if isinstance(entry, Tensor) and entry.is_cuda}
+    return sorted(result, key=lambda device: device.index)
 
 
 def _each(kind: str, parts: Any) -> list[tuple[str, Any]]:
     """One part, or a list, tuple or dict of them, by name."""
     if isinstance(parts, (list, tuple)):
         parts = dict(enumerate(parts))
-    if isinstance(parts, dict) and parts:
+    if isinstance(parts, dict):
         return [(f"{kind}.{name}", part) for name, part in parts.items()]
     return [] if parts is None else [(kind, parts)]
 

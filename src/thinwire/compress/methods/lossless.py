@@ -7,16 +7,34 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from thinwire.codes import floats
 from thinwire.compress import packing
-from thinwire.compress.base import Compressor, Identity, Memory, Packed, Parameter, Payload, State
+from thinwire.compress.base import Identity, Memory, Packed, Parameter, Payload, State
 from thinwire.compress.methods.cast import Cast
 from thinwire.compress.packing import PartSpec
+from thinwire.rows import floats
 
 
 @dataclass(frozen=True)
 class LosslessFloats(Packed):
-    """The compressor of `lossless`. ``parts``: the values [n], in the dtype of ``values``; packed, their code."""
+    """The exact code of gradients, fewer bytes and every bit: means of plain gradients, added in rank order.
+
+    Under bf16 autocast a float32 gradient takes 11 to 15 bits a value, without it 27; other bits cost little to look
+    for, and no payload is larger than its values, but for 8 bytes. Means travel as codes of means: sums of a number of
+    ranks that is no power of two, which division fills with bits, take 27. ``attach(model, dense="lossless")`` codes
+    sums instead, for every dense gradient; take this where a policy has to name some.
+
+    ``parts``: the values [n], in the dtype of ``values``; packed, their code.
+
+    Args:
+        values: `bf16` or `fp16`, whose sixteen bits are then coded, in about 11 or 14; default is the gradient as it
+            is.
+
+    Raises:
+        ValueError: another code of values.
+
+    Example:
+        >>> top_k = thinwire.compress.top_k(0.01, values=thinwire.compress.lossless())      # doctest: +SKIP
+    """
 
     values: Identity | Cast = field(default_factory=Identity)
 
@@ -39,6 +57,10 @@ class LosslessFloats(Packed):
     @property
     def memory(self) -> Memory:
         return self.values.memory
+
+    def init(self, parameter: Parameter) -> State:
+        floats.require(self.name)
+        return super().init(parameter)
 
     def compress(self, gradient: Tensor, parameter: Parameter, state: State) -> Payload:
         return self.values.compress(gradient, parameter, state)
@@ -64,21 +86,4 @@ class LosslessFloats(Packed):
         return Payload((values,))
 
 
-def lossless(values: Compressor | None = None) -> LosslessFloats:
-    """Return the exact code of gradients, fewer bytes and every bit: means of plain gradients, added in rank order.
-
-    Under bf16 autocast a float32 gradient takes 11 to 15 bits a value, without it 27; other bits cost little to look
-    for, and no payload is larger than its values, but for 8 bytes. Means travel as codes of means: sums of a number of
-    ranks that is no power of two, which division fills with bits, take 27. ``attach(model, dense="lossless")`` codes
-    sums instead, for every dense gradient; take this where a policy has to name some.
-
-    Args:
-        values: `bf16` or `fp16`, whose sixteen bits are then coded, in about 11 or 14; None for the gradient as it is.
-
-    Raises:
-        ValueError: another code of values.
-
-    Example:
-        >>> top_k = thinwire.compress.top_k(0.01, values=thinwire.compress.lossless())      # doctest: +SKIP
-    """
-    return LosslessFloats(Identity() if values is None else values)  # type: ignore[arg-type]  # it checks
+lossless = LosslessFloats

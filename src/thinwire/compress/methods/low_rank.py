@@ -6,7 +6,7 @@ factors in each step (Zhang et al., ICDCS'23), ATOMO some singular vectors at ra
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 
 import torch
 from torch import Tensor
@@ -25,11 +25,11 @@ from thinwire.compress.base import (
     next_seed,
     stable_seed,
 )
+from thinwire.compress.methods.sparsify import check_values
 from thinwire.compress.packing import PartSpec, unpack
 from thinwire.errors import CorruptMessageError
 
 _KEPT = 1e-6  # of a unit vector, relative to the largest element of a new factor
-RoundSpecs = tuple[tuple[PartSpec, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -40,16 +40,18 @@ class LowRank(Compressor):
     are 3 to 10 times as fast that way. `power_sgd` describes the settings; vectors are always sent whole.
     """
 
-    rank: int
+    rank: int | float = 4
+    _: KW_ONLY
     min_compression_rate: float = 2.0
     start_step: int = 0
     seed: int = 0
 
     def __post_init__(self) -> None:
         kind = type(self).__name__
-        if not (isinstance(self.rank, int) and self.rank >= 1):
+        if not (self.rank >= 1 if isinstance(self.rank, int) else 0.0 < self.rank < 1.0):
             raise ValueError(
-                f"{kind} has a rank of at least 1, not {self.rank!r}; 1 to 4 are usual, up to 32 for transformers"
+                f"{kind} has a rank of at least 1, not {self.rank!r}; 1 to 4 are usual, up to 32 for transformers, or"
+                " a part of the smaller side of each matrix, such as 0.1"
             )
         if not self.min_compression_rate >= 0.0:
             raise ValueError(
@@ -71,7 +73,7 @@ class LowRank(Compressor):
     def rank_of(self, parameter: Parameter) -> int:
         """Return the rank with which a parameter is sent, or 0 if it is sent whole."""
         n, m = matrix_shape(parameter)
-        rank = min(n, m, self.rank)
+        rank = min(n, m, self.rank if isinstance(self.rank, int) else max(1, round(self.rank * min(n, m))))
         return rank if rank * (n + m) * self.min_compression_rate < n * m else 0
 
     def is_whole(self, parameter: Parameter, state: State) -> bool:
@@ -127,18 +129,50 @@ def next_basis(rows: Tensor, before: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class PowerSGD(LowRank, Summable, Joint):
-    """The compressor of `power_sgd`, in two rounds, ``P^T`` [r n] and ``Q^T`` [r m]; or in one, the gradient [n m].
+    """PowerSGD (Algorithm 1): ``P = orthonormal(mean of M Q)``, ``Q = mean of M^T P``, mean ``P Q^T``.
+
+    Both means are taken inside an all-reduce of r (n + m) elements instead of n m. It is biased, so it needs error
+    feedback, which `attach` puts around it: ``e = g + e - P Q^T`` (Algorithm 2).
+
+    In two rounds, ``P^T`` [r, n] and ``Q^T`` [r, m]; or in one, the gradient [n m].
+
+    With ``values`` both means are taken in two shots of that code, and P and Q are what arrived. All that the code
+    loses, of what ranks send and of what owners answer, is in the difference to the mean, so error feedback keeps it.
+    A rank sends 2 (n - 1) / n of the code's bytes in each round: with ``mxfp4()`` 4.25 bits an element, not 32.
 
     State: ``step``; the orthonormal basis ``q`` [r, m] of the next step. Between the rounds also ``matrix`` and ``p``.
+
+    Args:
+        rank: r. A matrix whose smaller side is below it has that rank, which is then exact, and is usually sent whole
+            because nothing is saved. Below 1 it is the part of the smaller side of each matrix, rounded, at least 1.
+        values: code of the factors, one that rounds to the nearest, such as ``mxfp4()``; None sends them as they are.
+        min_compression_rate: a parameter is sent whole unless this factor is saved: r (n + m) times it < n m.
+        start_step: number of first steps that send everything whole; try a tenth of all steps if the loss suffers.
+        warm_start: whether to begin with the Q of the last step, instead of random numbers.
+        seed: seed of the first Q, which depends on the name of the parameter too.
+
+    Raises:
+        ValueError: settings out of range.
+
+    Example:
+        >>> compressor = power_sgd(rank=4)
+        >>> compressor.rank_of(Parameter("fc.weight", (512, 512))), compressor.rank_of(Parameter("fc.bias", (512,)))
+        (4, 0)
     """
 
-    warm_start: bool = True
+    warm_start: bool = field(default=True, kw_only=True)
+    values: Packed | None = field(default=None, kw_only=True)
 
     label = "power_sgd"
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_values("power_sgd", self.values, may_draw=False)
+
     @property
     def name(self) -> str:
-        return super().name + ("" if self.warm_start else " without warm start")
+        coded = "" if self.values is None else f", values={self.values.name}"
+        return super().name[:-1] + coded + ")" + ("" if self.warm_start else " without warm start")
 
     def init(self, parameter: Parameter) -> State:
         state = super().init(parameter)
@@ -151,13 +185,13 @@ class PowerSGD(LowRank, Summable, Joint):
             return whole(gradient)
         state["matrix"] = as_matrix(gradient, parameter)
         state.pop("p", None)
-        return Payload((torch.mm(state["q"], state["matrix"].t()).view(-1),))
+        return Payload((torch.mm(state["q"], state["matrix"].t()),), code=self.values)
 
     def next_round(self, mean: Payload, parameter: Parameter, state: State) -> Payload | None:
         if self.is_whole(parameter, state) or "p" in state:
             return None
         state["p"] = orthonormal(mean.parts[0].view(self.rank_of(parameter), -1))
-        return Payload((torch.mm(state["p"], state["matrix"]).view(-1),))
+        return Payload((torch.mm(state["p"], state["matrix"]),), code=self.values)
 
     def reconstruct(self, mean: Payload, parameter: Parameter, state: State) -> Tensor:
         if self.is_whole(parameter, state):
@@ -185,57 +219,40 @@ class PowerSGD(LowRank, Summable, Joint):
         else:
             gradient.sub_(mean)
 
-    def round_specs(self, parameter: Parameter) -> RoundSpecs:
+    def round_specs(self, parameter: Parameter) -> tuple[tuple[PartSpec, ...], ...]:
         """Return the lengths after ``start_step``; they are not fixed if there is one."""
         rank, dtype = self.rank_of(parameter), parameter.working_dtype
-        lengths = [rank * length for length in matrix_shape(parameter)] if rank else [parameter.numel]
-        if rank and self.start_step:
-            return tuple((PartSpec(dtype, None, parameter.numel),) for _ in lengths)
-        return tuple((PartSpec(dtype, length),) for length in lengths)
+        if not rank:
+            return ((PartSpec(dtype, parameter.numel),),)
+        if self.start_step:
+            return ((PartSpec(dtype, None, parameter.numel),),) * 2
+        return tuple((PartSpec(dtype, rank * side, code=self.values),) for side in matrix_shape(parameter))
 
     def part_specs(self, parameter: Parameter) -> tuple[PartSpec, ...]:
         return tuple(spec for specs in self.round_specs(parameter) for spec in specs)
 
 
-def power_sgd(
-    rank: int = 4,
-    *,
-    min_compression_rate: float = 2.0,
-    start_step: int = 0,
-    warm_start: bool = True,
-    seed: int = 0,
-) -> PowerSGD:
-    """Return PowerSGD (Algorithm 1): ``P = orthonormal(mean of M Q)``, ``Q = mean of M^T P``, mean ``P Q^T``.
-
-    Both means are taken inside an all-reduce of r (n + m) elements instead of n m. It is biased, so it needs error
-    feedback, which `attach` puts around it: ``e = g + e - P Q^T`` (Algorithm 2).
-
-    Args:
-        rank: r. A matrix whose smaller side is below it has that rank, which is then exact, and is usually sent whole
-            because nothing is saved.
-        min_compression_rate: a parameter is sent whole unless this factor is saved: r (n + m) times it < n m.
-        start_step: number of first steps that send everything whole; try a tenth of all steps if the loss suffers.
-        warm_start: whether to begin with the Q of the last step, instead of random numbers.
-        seed: seed of the first Q, which depends on the name of the parameter too.
-
-    Raises:
-        ValueError: settings out of range.
-
-    Example:
-        >>> compressor = power_sgd(rank=4)
-        >>> compressor.rank_of(Parameter("fc.weight", (512, 512))), compressor.rank_of(Parameter("fc.bias", (512,)))
-        (4, 0)
-    """
-    return PowerSGD(rank, min_compression_rate, start_step, seed, warm_start)
+power_sgd = PowerSGD
 
 
 @dataclass(frozen=True)
 class ACPSGD(LowRank, Summable, Joint):
-    """The compressor of `acp_sgd`. One part: the gradient in a basis of its columns, [r n], or of its rows, [r m].
+    """ACP-SGD: odd steps send ``P = M Q``, even ones ``Q = M^T P``, in the basis that the last step made.
+
+    Half the bytes and half the messages of `power_sgd`, whose power iteration takes two steps here. The
+    gradient of a step is projected on a basis that is one step old. `attach` puts error feedback around it.
+
+    One part: the gradient in a basis of its columns, [r n], or of its rows, [r m].
 
     In a basis of columns ``P^T = Q^T M^T``. State: ``step``; orthonormal bases ``p`` [r, n] and ``q`` [r, m], which
     steps use in turn; between `compress` and `finish` also ``sent``, the part. The projection is linear and the same on
     all ranks, so a rank can compute its loss itself: ``e = M - M Q Q^T``.
+
+    Args:
+        rank, min_compression_rate, start_step, seed: as in `power_sgd`.
+
+    Raises:
+        ValueError: settings out of range.
     """
 
     label = "acp_sgd"
@@ -295,19 +312,7 @@ class ACPSGD(LowRank, Summable, Joint):
         return (part.t(), state["q"]) if self._sends_p(state) else (state["p"].t(), part)
 
 
-def acp_sgd(rank: int = 4, *, min_compression_rate: float = 2.0, start_step: int = 0, seed: int = 0) -> ACPSGD:
-    """Return ACP-SGD: odd steps send ``P = M Q``, even ones ``Q = M^T P``, in the basis that the last step made.
-
-    Half the bytes and half the messages of `power_sgd`, whose power iteration it does in two steps instead of one; the
-    gradient of a step is projected on a basis that is one step old. `attach` puts error feedback around it.
-
-    Args:
-        rank, min_compression_rate, start_step, seed: as in `power_sgd`.
-
-    Raises:
-        ValueError: settings out of range.
-    """
-    return ACPSGD(rank, min_compression_rate, start_step, seed)
+acp_sgd = ACPSGD
 
 
 _LONGEST_UNIT = 1.01  # no element of a unit vector is larger, with any rounding
@@ -315,7 +320,24 @@ _LONGEST_UNIT = 1.01  # no element of a unit vector is larger, with any rounding
 
 @dataclass(frozen=True)
 class Atomo(LowRank, Packed, WholeTensor):
-    """The compressor of `atomo`. ``parts``: k left singular vectors times s_i / p_i [k n], right ones [k m]; or all."""
+    """ATOMO in its spectral form (Algorithm 1): it keeps component i of the SVD with probability p_i.
+
+    It scales a kept component by 1 / p_i. On average ``rank`` components travel, gathered and not summed. The
+    expectation is right, so no memory is needed; but the SVD costs O(n m min(n, m)) operations in every step:
+    `power_sgd` is the practical method.
+
+    ``parts``: k left singular vectors times s_i / p_i [k n], right ones [k m]; or all.
+
+    Args:
+        rank: expected number of components.
+        min_compression_rate: a parameter is sent whole unless rank (n + m) times it < n m.
+        seed: seed of the random choice, which also depends on the parameter, the step and the rank of the process.
+
+    Raises:
+        ValueError: settings out of range.
+    """
+
+    start_step: int = field(default=0, init=False)  # of the others
 
     label = "atomo"
     memory = Memory.UNBIASED
@@ -391,19 +413,4 @@ def _check(left: Tensor, right: Tensor, n: int, m: int) -> None:
         raise CorruptMessageError("singular vectors that no matrix has")
 
 
-def atomo(rank: int = 4, *, min_compression_rate: float = 2.0, seed: int = 0) -> Atomo:
-    """Return ATOMO in its spectral form (Algorithm 1): it keeps component i of the SVD with probability p_i.
-
-    It scales a kept component by 1 / p_i. On average ``rank`` components travel, gathered and not summed. The
-    expectation is right, so no memory is needed; but the SVD costs O(n m min(n, m)) operations in every step:
-    `power_sgd` is the practical method.
-
-    Args:
-        rank: expected number of components.
-        min_compression_rate: a parameter is sent whole unless rank (n + m) times it < n m.
-        seed: seed of the random choice, which also depends on the parameter, the step and the rank of the process.
-
-    Raises:
-        ValueError: settings out of range.
-    """
-    return Atomo(rank, min_compression_rate, seed=seed)
+atomo = Atomo

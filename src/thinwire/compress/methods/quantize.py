@@ -3,14 +3,13 @@
 - `int8`: eight-bit integers with a scale for each block.
 - `qsgd`: random rounding to a few levels of the norm of a bucket (Alistarh et al., NeurIPS'17).
 - `terngrad`: -1, 0 or 1 times the largest value (Wen et al., NeurIPS'17).
-- `natural`: random rounding to powers of two (Horvath et al., MSML'22).
 """
 
 from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Literal
 
 import torch
@@ -22,8 +21,36 @@ from thinwire.compress.packing import PartSpec, unpack
 from thinwire.errors import CorruptMessageError
 
 
-@dataclass(frozen=True)
-class BlockQuantizer(Additive):
+class Quantizer(Additive):
+    """A compressor that rounds each value to one of a few numbers times the step of its block."""
+
+    @property
+    @abstractmethod
+    def seed(self) -> int | None:
+        """Seed of stochastic rounding, or None to round to the nearest."""
+
+    @property
+    @abstractmethod
+    def block(self) -> int | None:
+        """Number of consecutive values with one step; None for all values of a parameter."""
+
+    @property
+    def memory(self) -> Memory:
+        return Memory.NEEDED if self.seed is None else Memory.UNBIASED
+
+    def block_elements(self, parameter: Parameter) -> int:
+        """Return the number of consecutive values with one step, at least 1."""
+        return self.block or max(1, parameter.numel)
+
+    def init(self, parameter: Parameter) -> State:
+        return {} if self.seed is None else counters()
+
+    def draw(self, parameter: Parameter, state: State) -> int | None:
+        """Return the seed of this step."""
+        return None if self.seed is None else next_seed(self.seed, parameter, state)
+
+
+class BlockQuantizer(Quantizer):
     """A compressor that rounds each value to an integer in [-levels, levels] times the step of its block.
 
     ``parts``: the integers, packed (uint8 [ceil(n * bits / 8)]); the steps (working dtype [blocks]). A step is at least
@@ -39,29 +66,15 @@ class BlockQuantizer(Additive):
     def levels(self) -> int:
         return 2 ** (self.bits - 1) - 1
 
-    @property
-    @abstractmethod
-    def seed(self) -> int | None:
-        """Seed of stochastic rounding, or None to round to the nearest."""
-
-    @abstractmethod
-    def block_elements(self, parameter: Parameter) -> int:
-        """Return the number of consecutive values with one step, at least 1."""
-
     def norms(self, flat: Tensor, parameter: Parameter) -> Tensor:
         """Return the value of each block that is coded as ``levels``."""
         return kernels.largest_of_blocks(flat, self.block_elements(parameter))
 
-    def init(self, parameter: Parameter) -> State:
-        return {} if self.seed is None else counters()
-
     def compress(self, gradient: Tensor, parameter: Parameter, state: State) -> Payload:
         flat = gradient.view(-1)
         steps = self.norms(flat, parameter).div_(self.levels).clamp_(min=torch.finfo(flat.dtype).tiny)
-        seed = None if self.seed is None else next_seed(self.seed, parameter, state)
-        return Payload(
-            (kernels.quantize(flat, steps, self.block_elements(parameter), self.levels, self.bits, seed), steps)
-        )
+        block, seed = self.block_elements(parameter), self.draw(parameter, state)
+        return Payload((kernels.quantize(flat, steps, block, self.levels, self.bits, seed), steps))
 
     def add(self, payload: Payload, parameter: Parameter, total: Tensor, negated: bool = False) -> None:
         codes, steps = payload.parts
@@ -90,7 +103,7 @@ def check_steps(steps: Tensor, largest_code: float) -> None:
         raise CorruptMessageError(f"steps of quantized values from {low:g} to {high:g}: they are in [0, {limit:g}]")
 
 
-def check_block(block: int, what: str) -> None:
+def check_block(block: int | None, what: str) -> None:
     """Raise ValueError for an impossible size of a block."""
     if not (isinstance(block, int) and block >= 1):
         raise ValueError(f"{what} are of at least 1 element, not {block!r}: at 512 a scale costs 1/16 bit an element")
@@ -109,15 +122,8 @@ class Int8(BlockQuantizer):
         check_block(self.block, "blocks of int8")
 
     @property
-    def memory(self) -> Memory:
-        return Memory.NEEDED if self.seed is None else Memory.UNBIASED
-
-    @property
     def name(self) -> str:
         return f"int8({self.block}{'' if self.seed is None else ', stochastic'})"
-
-    def block_elements(self, parameter: Parameter) -> int:
-        return self.block
 
 
 def int8(block: int = 512, *, stochastic: bool = False, seed: int = 0) -> Int8:
@@ -147,46 +153,7 @@ def int8(block: int = 512, *, stochastic: bool = False, seed: int = 0) -> Int8:
 
 @dataclass(frozen=True)
 class QSGD(BlockQuantizer):
-    """The compressor of `qsgd`."""
-
-    bits: int = 8
-    bucket: int = 512
-    norm: Literal["max", "l2"] = "max"
-    seed: int = 0
-
-    memory = Memory.UNBIASED
-
-    def __post_init__(self) -> None:
-        if self.bits not in range(2, 9):
-            raise ValueError(
-                f"qsgd has 2 to 8 bits, not {self.bits!r}: one of them is the sign; for one bit take ef_sign_sgd(),"
-                " for more bf16()"
-            )
-        if self.norm not in ("max", "l2"):
-            raise ValueError(f'qsgd scales a bucket by its "max" or "l2" norm, not {self.norm!r}')
-        check_block(self.bucket, "buckets of qsgd")
-
-    @property
-    def name(self) -> str:
-        return f"qsgd({self.bits}, {self.bucket}{'' if self.norm == 'max' else ', l2'})"
-
-    def block_elements(self, parameter: Parameter) -> int:
-        return self.bucket
-
-    def norms(self, flat: Tensor, parameter: Parameter) -> Tensor:
-        largest = super().norms(flat, parameter)
-        return largest if self.norm == "max" else _two_norms(flat, self.bucket, largest)
-
-
-def _two_norms(flat: Tensor, bucket: int, largest: Tensor) -> Tensor:
-    """Return norms, from values divided by the largest of their bucket, so that no square overflows or vanishes."""
-    padded = torch.nn.functional.pad(flat, (0, largest.numel() * bucket - flat.numel())).view(-1, bucket)
-    scale = largest.clamp(min=torch.finfo(flat.dtype).tiny)
-    return torch.linalg.vector_norm(padded / scale[:, None], dim=1).mul_(scale).clamp_(max=torch.finfo(flat.dtype).max)
-
-
-def qsgd(bits: int = 8, bucket: int = 512, *, norm: Literal["max", "l2"] = "max", seed: int = 0) -> QSGD:
-    """Return the quantizer to a sign and one of s + 1 random levels of a bucket's norm, s = 2^(bits - 1) - 1.
+    """The quantizer to a sign and one of s + 1 random levels of a bucket's norm, s = 2^(bits - 1) - 1.
 
     With x = s |v| / norm the level is floor(x) + 1 with probability x - floor(x), else floor(x) (section 3.1), so that
     the expectation is the value and no memory is needed.
@@ -207,17 +174,67 @@ def qsgd(bits: int = 8, bucket: int = 512, *, norm: Literal["max", "l2"] = "max"
         >>> compressor.packed_bytes(parameter)  # of 4096
         536
     """
-    return QSGD(bits, bucket, norm, seed)
+
+    bits: int = 8
+    bucket: int = 512
+    _: KW_ONLY
+    norm: Literal["max", "l2"] = "max"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.bits not in range(2, 9):
+            raise ValueError(
+                f"qsgd has 2 to 8 bits, not {self.bits!r}: one of them is the sign; for one bit take ef_sign_sgd(),"
+                " for more bf16()"
+            )
+        if self.norm not in ("max", "l2"):
+            raise ValueError(f'qsgd scales a bucket by its "max" or "l2" norm, not {self.norm!r}')
+        check_block(self.bucket, "buckets of qsgd")
+
+    @property
+    def name(self) -> str:
+        return f"qsgd({self.bits}, {self.bucket}{'' if self.norm == 'max' else ', l2'})"
+
+    @property
+    def block(self) -> int:
+        return self.bucket
+
+    def norms(self, flat: Tensor, parameter: Parameter) -> Tensor:
+        largest = super().norms(flat, parameter)
+        return largest if self.norm == "max" else _two_norms(flat, self.bucket, largest)
+
+
+def _two_norms(flat: Tensor, bucket: int, largest: Tensor) -> Tensor:
+    """Return norms, from values divided by the largest of their bucket, so that no square overflows or vanishes."""
+    padded = torch.nn.functional.pad(flat, (0, largest.numel() * bucket - flat.numel())).view(-1, bucket)
+    scale = largest.clamp(min=torch.finfo(flat.dtype).tiny)
+    return torch.linalg.vector_norm(padded / scale[:, None], dim=1).mul_(scale).clamp_(max=torch.finfo(flat.dtype).max)
+
+
+qsgd = QSGD
 
 
 @dataclass(frozen=True)
 class TernGrad(BlockQuantizer):
-    """The compressor of `terngrad`."""
+    """TernGrad (Algorithm 1), which codes v as sign(v) max|g| with probability |v| / max|g|, else as zero.
+
+    It sends 2 bits a value. The expectation is right, so no memory is needed; but the variance is large if few values
+    are much larger than the rest, against which the paper clips at 2.5 standard deviations. That has a bias, which no
+    memory removes: error feedback around a code of that variance can diverge, and `attach` adds none.
+
+    Args:
+        clip: limit in standard deviations, such as 2.5; None for no clipping.
+        seed: seed of the random choice, which also depends on the parameter, the step and the rank.
+
+    Raises:
+        ValueError: a clip that is not positive.
+    """
 
     clip: float | None = None
-    seed: int = 0
+    seed: int = field(default=0, kw_only=True)
 
     bits = 2
+    block = None
 
     def __post_init__(self) -> None:
         if self.clip is not None and not self.clip > 0.0:
@@ -233,9 +250,6 @@ class TernGrad(BlockQuantizer):
     def name(self) -> str:
         return "terngrad" if self.clip is None else f"terngrad({self.clip:g})"
 
-    def block_elements(self, parameter: Parameter) -> int:
-        return max(1, parameter.numel)
-
     def compress(self, gradient: Tensor, parameter: Parameter, state: State) -> Payload:
         return super().compress(gradient if self.clip is None else self._clipped(gradient), parameter, state)
 
@@ -247,94 +261,4 @@ class TernGrad(BlockQuantizer):
         return gradient.clamp(-limit, limit)
 
 
-def terngrad(clip: float | None = None, *, seed: int = 0) -> TernGrad:
-    """Return TernGrad (Algorithm 1), which codes v as sign(v) max|g| with probability |v| / max|g|, else as zero.
-
-    It sends 2 bits a value. The expectation is right, so no memory is needed; but the variance is large if few values
-    are much larger than the rest, against which the paper clips at 2.5 standard deviations. That has a bias, which no
-    memory removes: error feedback around a code of that variance can diverge, and `attach` adds none.
-
-    Args:
-        clip: limit in standard deviations, such as 2.5; None for no clipping.
-        seed: seed of the random choice, which also depends on the parameter, the step and the rank.
-
-    Raises:
-        ValueError: a clip that is not positive.
-    """
-    return TernGrad(clip, seed)
-
-
-_POWERS = 127
-_WORDS = {torch.float32: (torch.int32, 23), torch.float64: (torch.int64, 52)}
-
-
-@dataclass(frozen=True)
-class Natural(Additive):
-    """The compressor of `natural`. ``parts``: signs and indices of powers (uint8 [n]); base exponent (int32 [1])."""
-
-    seed: int = 0
-
-    name = "natural"
-    memory = Memory.UNBIASED
-
-    def init(self, parameter: Parameter) -> State:
-        return counters()
-
-    def compress(self, gradient: Tensor, parameter: Parameter, state: State) -> Payload:
-        flat = gradient.view(-1)
-        base = _base(flat)
-        codes = kernels.round_to_powers(flat, base, next_seed(self.seed, parameter, state))
-        return Payload((codes, torch.tensor([base], dtype=torch.int32)))
-
-    def add(self, payload: Payload, parameter: Parameter, total: Tensor, negated: bool = False) -> None:
-        """Add decoded values by a table of the 256 numbers of the codes."""
-        codes, base = payload.parts
-        word, mantissa_bits = _WORDS[total.dtype]
-        powers = ((torch.arange(_POWERS + 1, dtype=word) + base.to(word)) << mantissa_bits).view(total.dtype)
-        powers[0] = 0.0
-        table = torch.cat([powers, -powers])
-        step = torch.tensor([-1.0 if negated else 1.0], dtype=total.dtype)
-        kernels.add_from_table(codes, table, step, max(1, total.numel()), total.view(-1))
-
-    def part_specs(self, parameter: Parameter) -> tuple[PartSpec, ...]:
-        return PartSpec(torch.uint8, parameter.numel), PartSpec(torch.int32, 1)
-
-    def unpack(self, data: Tensor, parameter: Parameter) -> Payload:
-        codes, base = unpack(data, self.part_specs(parameter))
-        if not 0 <= int(base) <= _highest_base(parameter.working_dtype):
-            raise CorruptMessageError(
-                f"powers of two above the biased exponent {int(base)}, which no finite number has"
-            )
-        return Payload((codes, base))
-
-
-def _base(flat: Tensor) -> int:
-    """Return the biased exponent below the 127 sent ones, whose top is one above that of the largest value."""
-    if flat.numel() == 0:
-        return 0
-    word, mantissa_bits = _WORDS[flat.dtype]
-    largest = int(kernels.largest_of_blocks(flat, flat.numel()).view(word)[0]) >> mantissa_bits
-    return min(max(largest + 1 - _POWERS, 0), _highest_base(flat.dtype))
-
-
-def _highest_base(dtype: torch.dtype) -> int:
-    """Return the largest base exponent whose top power is finite."""
-    word, mantissa_bits = _WORDS[dtype]
-    return (int(torch.tensor([torch.finfo(dtype).max], dtype=dtype).view(word)[0]) >> mantissa_bits) - _POWERS
-
-
-def natural(*, seed: int = 0) -> Natural:
-    """Return the quantizer to one of the two powers of two around each value, at random, in 8 bits.
-
-    The expectation is the value, so no memory is needed. A code is a sign and one of 127 powers, up to the first above
-    the largest value. Smaller values (by 38 decimal orders, or denormal) become the smallest power or zero, also right
-    in expectation. The variance is at most an eighth of the square of the value at any scale, and rounding needs no
-    multiplication.
-
-    Values above 2^127 (2^1023 in float64), whose next power would be infinite, become that. So do infinity and nan,
-    which `thinwire.attach` never passes on: gradients that are not finite are NaN on all ranks.
-
-    Args:
-        seed: seed of the random choice, which also depends on the parameter, the step and the rank.
-    """
-    return Natural(seed)
+terngrad = TernGrad

@@ -10,13 +10,14 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from thinwire import kernels, wire
+from thinwire import kernels
 from thinwire.compress.base import Additive, Compressor, Joint, Memory, Packed, Parameter, Payload, State, WholeTensor
 from thinwire.compress.methods.lossless import LosslessFloats
 from thinwire.compress.packing import PartSpec
 from thinwire.compress.wrappers import packed_code
 from thinwire.errors import CorruptMessageError
-from thinwire.wire import Format, Whole
+from thinwire.rows import formats as wire
+from thinwire.rows.formats import Format, Whole
 
 FORMATS = (Format.COO, Format.BITMAP, Format.ELIAS_FANO, Format.DENSE)
 """Formats of ids, of which the smallest is used; DENSE, without ids, is for a selection of all elements."""
@@ -49,12 +50,7 @@ class Selector(Additive):
     values: Compressor | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        if self.values is not None and not _codes_vectors(self.values):
-            raise ValueError(
-                f"{type(self).__name__} cannot code its values by {self.values!r}: take a code"
-                " without a memory that works element by element, such as bf16() or int8(); error feedback goes around"
-                " the sparsifier"
-            )
+        check_values(type(self).__name__, self.values)
 
     @property
     def settings(self) -> tuple[str, ...]:
@@ -106,6 +102,32 @@ class Selector(Additive):
             return specs
         return tuple(replace(spec, numel=None, max_numel=spec.numel or spec.max_numel) for spec in specs)
 
+    def pack_values(self, coded: tuple[Tensor, ...], count: int, parameter: Parameter) -> Tensor:
+        """Return the bytes of the parts that code ``count`` values."""
+        if self.values is None:
+            return coded[0].view(torch.uint8)
+        return packed_code(self.values).pack(Payload(coded), values_of(parameter, count))
+
+    def unpack_values(self, data: Tensor, count: int, parameter: Parameter) -> tuple[Tensor, ...]:
+        """Return the parts that code ``count`` values; ``data`` may be padded to a multiple of 8 bytes.
+
+        Raises:
+            CorruptMessageError: another number of bytes, or what no rank sends.
+        """
+        size = self.values_bytes(count, parameter)
+        is_exact = size is not None and data.numel() == wire.aligned(size)
+        if self.values is not None:
+            return packed_code(self.values).unpack(data[:size] if is_exact else data, values_of(parameter, count)).parts
+        if not is_exact:
+            raise CorruptMessageError(f"{data.numel()} bytes, where {count} values need {size}")
+        return (data[:size].view(parameter.working_dtype),)
+
+    def values_bytes(self, count: int, parameter: Parameter) -> int | None:
+        """Return the bytes of ``count`` values, or None if their code has no fixed size."""
+        if self.values is None:
+            return count * parameter.working_dtype.itemsize
+        return packed_code(self.values).packed_bytes(values_of(parameter, count))
+
     def decompress(self, payload: Payload, parameter: Parameter) -> Tensor:
         ids, values = self.chosen(payload, parameter)
         dense = torch.zeros(parameter.numel, 1, dtype=parameter.working_dtype)
@@ -128,7 +150,7 @@ class Selector(Additive):
 class Sparsifier(Selector):
     """A selector of ids and values: ``parts`` are ids (int64 [k], strictly increasing) and values [k], or coded values.
 
-    The exact schemes of `thinwire.sync` can add these up.
+    The exact schemes of `thinwire.sums` can add these up.
     """
 
     def compress(self, gradient: Tensor, parameter: Parameter, state: State) -> Payload:
@@ -146,7 +168,7 @@ class Sparsifier(Selector):
         format = _format(ids.numel(), rows.shape[1] * rows.element_size(), parameter)
         body = [wire.encode(format, Whole(parameter.numel), ids, rows)]
         if self.values is not None:
-            body.append(packed_code(self.values).pack(Payload(tuple(coded)), values_of(parameter, ids.numel())))
+            body.append(self.pack_values(tuple(coded), ids.numel(), parameter))
         return sealed(ids.numel(), FORMATS.index(format), body)
 
     def unpack(self, data: Tensor, parameter: Parameter) -> Payload:
@@ -159,7 +181,7 @@ class Sparsifier(Selector):
             format, Whole(parameter.numel), count, body[:end], int(row_bytes > 0), parameter.working_dtype
         )
         if self.values is not None:
-            return Payload((ids, *unpack_values(packed_code(self.values), body[end:], values_of(parameter, count))))
+            return Payload((ids, *self.unpack_values(body[end:], count, parameter)))
         if end != body.numel():
             raise CorruptMessageError(f"{body.numel() - end} bytes after the values of a sparse payload")
         return Payload((ids, rows.view(-1)))
@@ -177,7 +199,7 @@ class Sparsifier(Selector):
         """Return the packed bytes of ``count`` elements, or None if the code of their values has no fixed size."""
         row_bytes = parameter.working_dtype.itemsize if self.values is None else 0
         format = _format(count, row_bytes, parameter)
-        coded = 0 if self.values is None else packed_code(self.values).packed_bytes(values_of(parameter, count))
+        coded = 0 if self.values is None else self.values_bytes(count, parameter)
         ids = wire.payload_bytes(format, count, row_bytes, parameter.numel, parameter.numel)
         return None if coded is None else HEADER_BYTES + ids + wire.aligned(coded)
 
@@ -239,25 +261,22 @@ class DensitySparsifier(DensitySelector, Sparsifier):
     """A sparsifier with a density, see `DensitySelector`."""
 
 
-def _codes_vectors(values: Compressor) -> bool:
-    """Return whether a compressor can code a vector of selected values, which differ in each step."""
-    return (
-        isinstance(values, Packed)
-        and not isinstance(values, (Selector, Joint, WholeTensor))
-        and values.memory is not Memory.OWN
-    )
+def check_values(method: str, values: Compressor | None, may_draw: bool = True) -> None:
+    """Raise ValueError unless a compressor can code vectors of which each step has another, or is None."""
+    is_vector_code = isinstance(values, Packed) and not isinstance(values, (Selector, Joint, WholeTensor))
+    if values is not None and not (
+        is_vector_code and values.memory is not Memory.OWN and (may_draw or not values.init(Parameter("", (1,))))
+    ):
+        raise ValueError(
+            f"{method} cannot code its values by {values!r}: take a code without a memory that works element by"
+            f" element{'' if may_draw else ' and draws nothing'}, such as bf16() or int8(); error feedback goes"
+            f" around {method}"
+        )
 
 
 def values_of(parameter: Parameter, count: int) -> Parameter:
     """Return the parameter that stands for the vector of ``count`` selected values in the code of values."""
     return Parameter(parameter.name, (count,), parameter.working_dtype)
-
-
-def unpack_values(code: Packed, data: Tensor, chosen: Parameter) -> tuple[Tensor, ...]:
-    """Return the parts of coded values; ``data`` may be padded to a multiple of 8 bytes."""
-    size = code.packed_bytes(chosen)
-    exact = size is not None and data.numel() == wire.aligned(size)
-    return code.unpack(data[:size] if exact else data, chosen).parts
 
 
 def sealed(count: int, code: int, body: list[Tensor]) -> Tensor:

@@ -1,7 +1,4 @@
-"""Search for the ones of machine words, shared by several kernels.
-
-numba caches compiled callers by the time stamp of their own file: after a change here, remove ``__pycache__``.
-"""
+"""Search for the ones of machine words, shared by several kernels."""
 
 from __future__ import annotations
 

@@ -34,8 +34,8 @@ def _checksum(words: np.ndarray) -> np.uint64:
 @njit
 def _combine(chunk: np.ndarray) -> np.uint64:
     total = np.uint64(0)
-    for place in range(chunk.size):
-        total += (chunk[place] ^ (chunk[place] >> _SHIFT)) * _WEIGHTS[place]
+    for index in range(chunk.size):
+        total += (chunk[index] ^ (chunk[index] >> _SHIFT)) * _WEIGHTS[index]
     return total
 
 
@@ -48,8 +48,8 @@ def pack_bits(positions: Tensor, size: int) -> Tensor:
 
 @njit
 def _pack(positions: np.ndarray, size: int, bitmap: np.ndarray) -> bool:
-    for place in range(positions.size):
-        position = positions[place]
+    for index in range(positions.size):
+        position = positions[index]
         if position < 0 or position >= size:
             return False
         bitmap[position >> 3] |= np.uint8(1 << (position & 7))
@@ -91,8 +91,8 @@ def elias_fano_encode(positions: Tensor, size: int) -> Tensor:
 
 @njit
 def _encode_high(positions: np.ndarray, low_bits: int, high_bits: int, high: np.ndarray) -> bool:
-    for place in range(positions.size):
-        bit = ((positions[place] - place) >> low_bits) + place
+    for index in range(positions.size):
+        bit = ((positions[index] - index) >> low_bits) + index
         if bit < 0 or bit >= high_bits:
             return False
         high[bit >> 3] |= np.uint8(1 << (bit & 7))
@@ -107,15 +107,15 @@ def _encode_low(positions: np.ndarray, low_bits: int, low: np.ndarray) -> None:
     mask = (1 << rest) - 1
     for group in range(0, positions.size, 8):
         word = np.int64(0)
-        for place in range(group, min(group + 8, positions.size)):
-            word |= ((positions[place] - place) & mask) << (rest * (place - group))
+        for index in range(group, min(group + 8, positions.size)):
+            word |= ((positions[index] - index) & mask) << (rest * (index - group))
         first = (group >> 3) * rest
         for byte in range(first, min(first + rest, stream)):
             low[byte] = (word >> (8 * (byte - first))) & 0xFF
-    for place in range(positions.size):
-        above = (positions[place] - place) >> rest
+    for index in range(positions.size):
+        above = (positions[index] - index) >> rest
         for byte in range(whole):
-            low[stream + place * whole + byte] = (above >> (8 * byte)) & 0xFF
+            low[stream + index * whole + byte] = (above >> (8 * byte)) & 0xFF
 
 
 def elias_fano_decode(data: Tensor, count: int, size: int) -> Tensor:
@@ -151,8 +151,8 @@ def _decode(low: np.ndarray, low_bits: int, positions: np.ndarray) -> None:
         first = (group >> 3) * rest
         for byte in range(first, min(first + rest, stream)):
             word |= np.int64(low[byte]) << (8 * (byte - first))
-        for place in range(group, min(group + 8, positions.size)):
-            gap = (positions[place] - place) << low_bits | ((word >> (rest * (place - group))) & mask)
+        for index in range(group, min(group + 8, positions.size)):
+            gap = (positions[index] - index) << low_bits | ((word >> (rest * (index - group))) & mask)
             for byte in range(whole):
-                gap |= np.int64(low[stream + place * whole + byte]) << (rest + 8 * byte)
-            positions[place] = gap + place
+                gap |= np.int64(low[stream + index * whole + byte]) << (rest + 8 * byte)
+            positions[index] = gap + index

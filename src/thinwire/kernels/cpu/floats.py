@@ -1,4 +1,6 @@
-"""The code of floating-point values on the CPU, compiled by numba; twin of `reference.floats`.
+"""The code of floating-point values on the CPU, compiled by numba.
+
+docs/reference/wire-format.md ("Floats") has the format, and a reference of the tests the definition in numpy.
 
 Numba checks no index: what the decoder reads is proven to be there before it is read, here and there by a copy of the
 last bytes of a message, with zeros behind them.
@@ -12,7 +14,6 @@ from torch import Tensor
 
 from thinwire.kernels.cpu.memory import as_tensor
 from thinwire.kernels.jit import Int64, make_word_access, njit
-from thinwire.kernels.reference import floats as reference_floats
 from thinwire.kernels.reference.floats import (
     CHUNK_VALUES,
     EQUAL,
@@ -20,6 +21,7 @@ from thinwire.kernels.reference.floats import (
     ESTIMATED_VALUES,
     FIXED,
     FIXED_LOW,
+    LOG2,
     OVERHEAD,
     RAW,
     SAMPLED_RUN,
@@ -31,7 +33,6 @@ from thinwire.kernels.reference.floats import (
 
 _ROOM = 8 * SEGMENT_VALUES + 64  # bytes from where a segment begins that reading it can touch
 _load, _store, _count_zeros = make_word_access()
-_choose_code = njit(reference_floats.choose_code)
 
 
 def encode_floats(values: Tensor) -> Tensor:
@@ -71,10 +72,107 @@ def _estimate(raw: np.ndarray, item: Int64, exponent_bits: Int64, mantissa: Int6
         lows = _sample(part, item, limit, mantissa, exponents, widths)
         total = exponents.sum()
         if not _are_equal(part, item):
-            bits += _choose_code(exponents, widths, lows, 8 * item, chosen, lengths)
+            bits += choose_code(exponents, widths, lows, 8 * item, chosen, lengths)
             bits += OVERHEAD * total if chosen[0] > RAW else 0.0
         sampled += total
     return min(bits / sampled, 8.0 * item)
+
+
+@njit
+def choose_code(
+    exponents: np.ndarray, widths: np.ndarray, lows: Int64, item_bits: Int64, chosen: np.ndarray, lengths: np.ndarray
+) -> Int64:
+    """Choose the code of a chunk from counts of a sample; return the bits of the sample in it.
+
+    Args:
+        exponents: count of each exponent, int64 [2^e].
+        widths: count of each number of mantissa bits without trailing zeros, int64 [mantissa bits + 1].
+        lows: number of values whose low 16 bits of 32 are not zero.
+        item_bits: bits of a value.
+        chosen: gets the mode, the highest exponent of the window and the highest width of the window, int64 [3].
+        lengths: gets the bits of the codes of classes of exponents and of widths, int64 [2, 16].
+    """
+
+    def highest_of_window(counts: np.ndarray, size: int) -> int:
+        """Return the last index of the ``size`` consecutive counts that have the largest sum, without the first."""
+        total = best = 0
+        highest = 1
+        for index in range(1, counts.size):
+            total += counts[index]
+            if index > size:
+                total -= counts[index - size]
+            if total > best:
+                best, highest = total, index
+        return highest
+
+    def entropy(counts: np.ndarray, total: int) -> int:
+        bits = total * LOG2[total]
+        for index in range(16):
+            bits -= counts[index] * LOG2[counts[index]]
+        return bits
+
+    def code_lengths(counts: np.ndarray, result: np.ndarray) -> None:
+        """Lengths of a Huffman code of at most 8 bits, also for classes that the sample lacks."""
+        weights, parents, depths = np.zeros(31, np.int64), np.zeros(31, np.int64), np.zeros(31, np.int64)
+        for index in range(16):
+            weights[index] = 8 * counts[index] + 1
+        while True:
+            parents[:] = 0
+            for node in range(16, 31):
+                first = second = -1
+                for other in range(node):
+                    if parents[other] == 0:
+                        if first < 0 or weights[other] < weights[first]:
+                            first, second = other, first
+                        elif second < 0 or weights[other] < weights[second]:
+                            second = other
+                parents[first] = parents[second] = node
+                weights[node] = weights[first] + weights[second]
+            for node in range(29, -1, -1):
+                depths[node] = depths[parents[node]] + 1
+            longest = 0
+            for index in range(16):
+                result[index] = depths[index]
+                longest = max(longest, depths[index])
+                weights[index] = (weights[index] >> 1) + 1
+            if longest <= 8:
+                break
+
+    total, mantissa = 0, widths.size - 1
+    for index in range(widths.size):
+        total += widths[index]
+    classes, width_classes = np.zeros(16, np.int64), np.zeros(16, np.int64)
+    highest, highest_width = max(15, highest_of_window(exponents, 15)), highest_of_window(widths, 14)
+    classes[15], width_classes[15], width_classes[14] = total, widths[0], total - widths[0]
+    width_bits = widths[0]
+    for index in range(15):
+        classes[index] = exponents[highest - index]
+        classes[15] -= classes[index]
+        if index < 14 and index < highest_width:
+            width_classes[index] = widths[highest_width - index]
+            width_classes[14] -= width_classes[index]
+            width_bits += width_classes[index] * (highest_width - index)
+    patched, width_bits = classes[15] - exponents[0], width_bits + width_classes[14] * (mantissa + 1)
+    low_bits, patch_bits = min(16 * total, 32 * lows), 32 * patched
+    rest = ((width_bits + patch_bits) << 8) + entropy(classes, total) + entropy(width_classes, total)
+    fixed = ((8 * total + low_bits + patch_bits) << 8) + entropy(classes, total)
+    mode = 4
+    if (mantissa == 7 or mantissa == 23) and fixed * 32 <= rest * 33:
+        mode, rest = (3 if 2 * lows > total else 2), fixed
+    if rest >= total * (item_bits << 8):
+        mode = 0
+    chosen[0], chosen[1], chosen[2] = mode, highest, highest_width
+    if mode == 0:
+        return total * item_bits
+    code_lengths(classes, lengths[0])
+    bits = patch_bits + (width_bits if mode == 4 else 8 * total + low_bits)
+    for index in range(16):
+        bits += classes[index] * lengths[0, index]
+    if mode == 4:
+        code_lengths(width_classes, lengths[1])
+        for index in range(16):
+            bits += width_classes[index] * lengths[1, index]
+    return bits
 
 
 @njit
@@ -99,8 +197,8 @@ def _count(words: np.ndarray, limit: Int64, mantissa: Int64, exponents: np.ndarr
     exponent_mask, low_mask = np.uint64(exponents.size - 1), np.uint64(0xFFFF if mantissa == 23 else 0)
     for number in range((words.size + SAMPLED_RUN * every - 1) // (SAMPLED_RUN * every)):
         start = SAMPLED_RUN * (number * every + number % every)
-        for place in range(start, min(start + SAMPLED_RUN, words.size)):
-            word = np.uint64(words[place])
+        for index in range(start, min(start + SAMPLED_RUN, words.size)):
+            word = np.uint64(words[index])
             exponents[np.int64((word >> shift) & exponent_mask)] += 1
             widths[_width(word & mask, mantissa)] += 1
             lows += (word & low_mask) != 0
@@ -125,14 +223,14 @@ def _encode(raw: np.ndarray, item: Int64, exponent_bits: Int64, mantissa: Int64,
             end, chosen[0] = at + 4 + item, EQUAL
         else:
             lows = _sample(part, item, SAMPLED_VALUES, mantissa, exponents, widths)
-            _choose_code(exponents, widths, lows, 8 * item, chosen, lengths)
+            choose_code(exponents, widths, lows, 8 * item, chosen, lengths)
         if chosen[0] > EQUAL:
             end = _encode_chunk(part, item, exponent_bits, mantissa, chosen, lengths, classes, table, message, at)
         if chosen[0] == RAW or (chosen[0] != EQUAL and end - at >= 4 + part.size):
             end, chosen[0] = at + 4 + part.size, RAW
         if chosen[0] <= EQUAL:
-            for place in range(end - at - 4):
-                message[at + 4 + place] = part[place]
+            for index in range(end - at - 4):
+                message[at + 4 + index] = part[index]
         _put(message, at, chosen[0] | (end - at) << 8, 4)
         at = end
     return at
@@ -143,8 +241,8 @@ def _are_equal(raw: np.ndarray, item: Int64) -> bool:
     """Return whether all values are those before them."""
     for start in range(item, raw.size, SEGMENT_VALUES):
         differing = np.uint8(0)
-        for place in range(start, min(start + SEGMENT_VALUES, raw.size)):
-            differing |= raw[place] ^ raw[place - item]
+        for index in range(start, min(start + SEGMENT_VALUES, raw.size)):
+            differing |= raw[index] ^ raw[index - item]
         if differing:
             return False
     return True
@@ -203,9 +301,9 @@ def _encode_chunk(
         _take_tops(raw.view(np.uint32), 16, message[at : at + size])
     at += size
     if mode == FIXED_LOW:
-        for place in range(size):
-            message[at + 2 * place] = raw[4 * place]
-            message[at + 2 * place + 1] = raw[4 * place + 1]
+        for position in range(size):
+            message[at + 2 * position] = raw[4 * position]
+            message[at + 2 * position + 1] = raw[4 * position + 1]
         at += 2 * size
     return at
 
@@ -219,16 +317,16 @@ def _classify(
     patched = lows = 0
     for start in range(0, raw.size, SEGMENT_VALUES * item):
         part, first = raw[start : start + SEGMENT_VALUES * item], start // item
-        found, widths = classes[0, first : first + part.size // item], classes[1, first : first + part.size // item]
+        result, widths = classes[0, first : first + part.size // item], classes[1, first : first + part.size // item]
         if mantissa == 7:
-            patched += _classify_bfloat16(part.view(np.uint16), highest, found)
+            patched += _classify_bfloat16(part.view(np.uint16), highest, result)
         elif mantissa == 23:
-            some, low = _classify_float32(part.view(np.uint32), highest, found)
+            some, low = _classify_float32(part.view(np.uint32), highest, result)
             patched, lows = patched + some, lows + low
         elif mantissa == 10:
-            patched += _classify_others(part.view(np.uint16), mantissa, exponent_bits, highest, found)
+            patched += _classify_others(part.view(np.uint16), mantissa, exponent_bits, highest, result)
         else:
-            patched += _classify_others(part.view(np.uint64), mantissa, exponent_bits, highest, found)
+            patched += _classify_others(part.view(np.uint64), mantissa, exponent_bits, highest, result)
         if mode == VARIABLE and item == 2:
             _classify_widths(part.view(np.uint16), mantissa, highest_width, widths)
         elif mode == VARIABLE and item == 4:
@@ -241,10 +339,10 @@ def _classify(
 @njit
 def _classify_bfloat16(words: np.ndarray, highest: Int64, classes: np.ndarray) -> Int64:
     patched, top = np.uint16(0), np.uint16(highest)  # of 16 bits, so that 16 and more are taken at a time
-    for place in range(words.size):
-        exponent = np.uint16(words[place] >> 7) & np.uint16(0xFF)
+    for position in range(words.size):
+        exponent = np.uint16(words[position] >> 7) & np.uint16(0xFF)
         index = min(np.uint16(top - exponent), np.uint16(15))
-        classes[place] = index
+        classes[position] = index
         patched = np.uint16(patched + np.uint16(np.uint16(index == 15) - np.uint16(exponent == 0)))
     return np.int64(patched)
 
@@ -252,12 +350,12 @@ def _classify_bfloat16(words: np.ndarray, highest: Int64, classes: np.ndarray) -
 @njit
 def _classify_float32(words: np.ndarray, highest: Int64, classes: np.ndarray) -> tuple[Int64, Int64]:
     patched, lows, top = np.uint32(0), np.uint32(0), np.uint32(highest)
-    for place in range(words.size):
-        exponent = np.uint32(words[place] >> 23) & np.uint32(0xFF)
+    for position in range(words.size):
+        exponent = np.uint32(words[position] >> 23) & np.uint32(0xFF)
         index = min(np.uint32(top - exponent), np.uint32(15))
-        classes[place] = index
+        classes[position] = index
         patched = np.uint32(patched + np.uint32(np.uint32(index == 15) - np.uint32(exponent == 0)))
-        lows = np.uint32(lows + np.uint32(np.uint32(words[place] & 0xFFFF) != 0))
+        lows = np.uint32(lows + np.uint32(np.uint32(words[position] & 0xFFFF) != 0))
     return np.int64(patched), np.int64(lows)
 
 
@@ -267,10 +365,10 @@ def _classify_others(
 ) -> Int64:
     patched, top = 0, np.uint64(highest)
     shift, mask = np.uint64(mantissa), np.uint64((1 << exponent_bits) - 1)
-    for place in range(words.size):
-        exponent = (np.uint64(words[place]) >> shift) & mask
+    for position in range(words.size):
+        exponent = (np.uint64(words[position]) >> shift) & mask
         index = min(top - exponent, np.uint64(15))
-        classes[place] = index
+        classes[position] = index
         patched += np.int64(index == 15) - np.int64(exponent == 0)
     return patched
 
@@ -278,10 +376,10 @@ def _classify_others(
 @njit
 def _classify_widths(words: np.ndarray, mantissa: Int64, highest: Int64, classes: np.ndarray) -> None:
     mask = np.uint64((1 << mantissa) - 1)
-    for place in range(words.size):
-        width = _width(np.uint64(words[place]) & mask, mantissa)
+    for position in range(words.size):
+        width = _width(np.uint64(words[position]) & mask, mantissa)
         index = highest - width
-        classes[place] = 15 if width == 0 else (index if 0 <= index < 14 else 14)
+        classes[position] = 15 if width == 0 else (index if 0 <= index < 14 else 14)
 
 
 @njit
@@ -321,17 +419,17 @@ def _encode_segment(classes: np.ndarray, table: np.ndarray, message: np.ndarray,
     seven, eight, three = np.uint64(7), np.uint64(8), np.uint64(3)
     pairs = classes[: classes.size & ~1].view(np.uint16)
     whole = pairs.size - pairs.size % 3
-    for place in range(0, whole, 3):
+    for index in range(0, whole, 3):
         for offset in range(3):
-            entry = np.uint64(table[pairs[place + offset]])
+            entry = np.uint64(table[pairs[index + offset]])
             bits |= (entry >> eight) << held
             held += entry & byte
         _store(message, at, bits)
         at += np.int64(held >> three)
         bits >>= held & ~seven
         held &= seven
-    for place in range(whole, pairs.size):
-        entry = np.uint64(table[pairs[place]])
+    for index in range(whole, pairs.size):
+        entry = np.uint64(table[pairs[index]])
         bits |= (entry >> eight) << held
         held += entry & byte
     if classes.size & 1:  # as the first of a pair, of which the second is left out
@@ -351,15 +449,15 @@ def _patch_exponents(
     eights = classes[: classes.size & ~7].view(np.uint64)
     for start in range(0, size, 64):
         stop, some = min(start + 64, size), np.uint64(0)
-        for place in range(start >> 3, (stop + 7) >> 3):
-            half = eights[place] & (eights[place] >> np.uint64(2))
+        for index in range(start >> 3, (stop + 7) >> 3):
+            half = eights[index] & (eights[index] >> np.uint64(2))
             some |= half & (half >> np.uint64(1))
         if some & np.uint64(0x0101010101010101):  # a class is 15
-            for place in range(start, stop):
-                if classes[place] == 15:
-                    exponent = (_get(raw, place * item, item) >> mantissa) & mask
+            for index in range(start, stop):
+                if classes[index] == 15:
+                    exponent = (_get(raw, index * item, item) >> mantissa) & mask
                     if exponent:
-                        _put(message, at, place, 2)
+                        _put(message, at, index, 2)
                         _put(message, at + beside, exponent, 2)
                         at += 2
 
@@ -368,13 +466,13 @@ def _patch_exponents(
 def _patch_lows(words: np.ndarray, message: np.ndarray, at: Int64, beside: Int64) -> None:
     for start in range(0, words.size, 64):
         stop, some = min(start + 64, words.size), np.uint32(0)
-        for place in range(start, stop):
-            some = np.uint32(some | words[place])
+        for index in range(start, stop):
+            some = np.uint32(some | words[index])
         if some & 0xFFFF:
-            for place in range(start, stop):
-                low = np.int64(words[place]) & 0xFFFF
+            for index in range(start, stop):
+                low = np.int64(words[index]) & 0xFFFF
                 if low:
-                    _put(message, at, place, 2)
+                    _put(message, at, index, 2)
                     _put(message, at + beside, low, 2)
                     at += 2
 
@@ -382,9 +480,9 @@ def _patch_lows(words: np.ndarray, message: np.ndarray, at: Int64, beside: Int64
 @njit
 def _take_tops(words: np.ndarray, shift: Int64, tops: np.ndarray) -> None:
     """Write signs and the upper 7 bits of mantissas, from the upper 16 bits."""
-    for place in range(tops.size):
-        word = np.uint32(np.uint32(words[place]) >> np.uint32(shift & 31))
-        tops[place] = (np.uint32(word >> 8) & np.uint32(0x80)) | (word & np.uint32(0x7F))
+    for index in range(tops.size):
+        word = np.uint32(np.uint32(words[index]) >> np.uint32(shift & 31))
+        tops[index] = (np.uint32(word >> 8) & np.uint32(0x80)) | (word & np.uint32(0x7F))
 
 
 @njit
@@ -412,9 +510,9 @@ def _encode_mantissas(
             at += np.int64(held >> three)
             bits >>= held & ~seven
             held &= seven
-        for place in range(2 * pairs, count):
-            bits |= bodies[place] << held
-            held += sizes[indices[place]]
+        for index in range(2 * pairs, count):
+            bits |= bodies[index] << held
+            held += sizes[indices[index]]
             _store(message, at, bits)
             at += np.int64(held >> three)
             bits >>= held & ~seven
@@ -427,27 +525,27 @@ def _encode_mantissas(
 def _take_bodies(
     words: np.ndarray, mantissa: Int64, exponent_bits: Int64, highest: Int64, classes: np.ndarray, bodies: np.ndarray
 ) -> None:
-    """Write mantissas without their trailing zeros, with the sign in the place of the lowest bit, which is one.
+    """Write mantissas without their trailing zeros, with the sign instead of the lowest bit, which is one.
 
     They are doubled before, so that the whole ones have a zero there.
     """
     one, mask, sign = np.uint64(1), np.uint64((1 << mantissa) - 1), np.uint64(mantissa + exponent_bits)
     least = np.uint64(mantissa + 1 - highest)
-    for place in range(words.size):
-        word, index = np.uint64(words[place]), np.uint64(classes[place])
+    for position in range(words.size):
+        word, index = np.uint64(words[position]), np.uint64(classes[position])
         count = (least + index) & np.uint64(63) if index < 14 else np.uint64(0)
-        bodies[place] = ((((word & mask) << one) >> count) & ~one) | (word >> sign)
+        bodies[position] = ((((word & mask) << one) >> count) & ~one) | (word >> sign)
 
 
 @njit
 def _take_bodies_of_float32(words: np.ndarray, highest: Int64, classes: np.ndarray, bodies: np.ndarray) -> None:
     """As `_take_bodies`, with 32 bits, twice as many at a time."""
     least = np.uint32(24 - highest)
-    for place in range(words.size):
-        word, index = words[place], np.uint32(classes[place])
+    for position in range(words.size):
+        word, index = words[position], np.uint32(classes[position])
         count = np.uint32(least + index) & np.uint32(31) if index < 14 else np.uint32(0)
         body = np.uint32(np.uint32((word & 0x7FFFFF) << 1) >> count)
-        bodies[place] = (body & np.uint32(0xFFFFFFFE)) | np.uint32(word >> 31)
+        bodies[position] = (body & np.uint32(0xFFFFFFFE)) | np.uint32(word >> 31)
 
 
 @njit
@@ -475,8 +573,8 @@ def _decode(data: np.ndarray, raw: np.ndarray, item: Int64, exponent_bits: Int64
         if mode <= EQUAL:
             if end - at - 4 != (part.size if mode == RAW else item):
                 return False
-            for place in range(part.size):
-                part[place] = data[at + 4 + place] if place < end - at - 4 else part[place - item]
+            for index in range(part.size):
+                part[index] = data[at + 4 + index] if index < end - at - 4 else part[index - item]
         elif not _decode_chunk(data, at, end, part, item, exponent_bits, mantissa, mode, classes, tail, table):
             return False
         at = end
@@ -519,8 +617,8 @@ def _decode_chunk(
         if not _codes(lengths, codes):
             return False
         for index in range(16):
-            for place in range(codes[index], 256, 1 << lengths[index]):
-                table[place] = index | lengths[index] << 8
+            for position in range(codes[index], 256, 1 << lengths[index]):
+                table[position] = index | lengths[index] << 8
         at = _decode_plane(data, at, header + 2 * plane * segments, table, classes[plane, :size], tail)
         if at < 0:
             return False
@@ -533,12 +631,12 @@ def _decode_chunk(
     else:
         _merge_float32(data[rest:end], highest, classes[0], raw.view(np.uint32), mode == FIXED_LOW)
     mask = (1 << exponent_bits) - 1
-    for place in range(streams, streams + 2 * patches, 2):
-        where, exponent = item * _get(data, place, 2), _get(data, place + 2 * patches, 2) & mask
+    for position in range(streams, streams + 2 * patches, 2):
+        where, exponent = item * _get(data, position, 2), _get(data, position + 2 * patches, 2) & mask
         _put(raw, where, (_get(raw, where, item) & ~(mask << mantissa)) | exponent << mantissa, item)
-    for place in range(streams + 4 * patches, streams + 4 * patches + 2 * lows, 2):
-        where = 4 * _get(data, place, 2)
-        raw[where], raw[where + 1] = data[place + 2 * lows], data[place + 2 * lows + 1]
+    for position in range(streams + 4 * patches, streams + 4 * patches + 2 * lows, 2):
+        where = 4 * _get(data, position, 2)
+        raw[where], raw[where + 1] = data[position + 2 * lows], data[position + 2 * lows + 1]
     return True
 
 
@@ -546,8 +644,8 @@ def _decode_chunk(
 def _increase(data: np.ndarray, start: Int64, count: Int64, size: Int64) -> bool:
     """Return whether positions increase and are below ``size``."""
     before = -1
-    for place in range(start, start + 2 * count, 2):
-        position = np.int64(_get(data, place, 2))
+    for index in range(start, start + 2 * count, 2):
+        position = np.int64(_get(data, index, 2))
         if position <= before or position >= size:
             return False
         before = position
@@ -567,12 +665,12 @@ def _decode_plane(
             _copy_tail(data, at, tail)
         segments = (part.size + SEGMENT_VALUES - 1) // SEGMENT_VALUES
         starts, ends = np.zeros(4, np.uint64), np.zeros(4, np.uint64)
-        place = begin
+        index = begin
         for segment in range(segments):
-            starts[segment] = 8 * place
-            place += _get(data, sizes, 2)
+            starts[segment] = 8 * index
+            index += _get(data, sizes, 2)
             sizes += 2
-            ends[segment] = place
+            ends[segment] = index
         if part.size == 4 * SEGMENT_VALUES:
             _decode_four(source, starts, table, part)
         else:
@@ -582,23 +680,23 @@ def _decode_plane(
         for segment in range(segments):
             if (starts[segment] + np.uint64(7)) >> np.uint64(3) != ends[segment]:
                 return -1
-        at += place - begin
+        at += index - begin
     return at
 
 
 @njit
 def _copy_tail(data: np.ndarray, at: Int64, tail: np.ndarray) -> None:
     """Copy what there is from ``at`` on, and zeros behind it."""
-    for place in range(tail.size):
-        tail[place] = data[at + place] if at + place < data.size else 0
+    for index in range(tail.size):
+        tail[index] = data[at + index] if at + index < data.size else 0
 
 
 @njit
 def _decode_one(data: np.ndarray, at: np.uint64, table: np.ndarray, out: np.ndarray) -> np.uint64:
-    for place in range(out.size):
+    for index in range(out.size):
         bits = _load(data, np.int64(at >> np.uint64(3))) >> (at & np.uint64(7))
         entry = table[np.int64(bits & np.uint64(0xFF))]
-        out[place] = entry & 15
+        out[index] = entry & 15
         at += np.uint64(entry >> 8)
     return at
 
@@ -609,7 +707,7 @@ def _decode_four(data: np.ndarray, starts: np.ndarray, table: np.ndarray, out: n
     at0, at1, at2, at3 = starts[0], starts[1], starts[2], starts[3]
     three, seven, byte, eight = np.uint64(3), np.uint64(7), np.uint64(0xFF), np.uint64(8)
     whole = SEGMENT_VALUES - SEGMENT_VALUES % 7
-    for place in range(0, whole, 7):
+    for index in range(0, whole, 7):
         bits0 = _load(data, np.int64(at0 >> three)) >> (at0 & seven)
         bits1 = _load(data, np.int64(at1 >> three)) >> (at1 & seven)
         bits2 = _load(data, np.int64(at2 >> three)) >> (at2 & seven)
@@ -619,10 +717,10 @@ def _decode_four(data: np.ndarray, starts: np.ndarray, table: np.ndarray, out: n
             entry1 = np.uint64(table[bits1 & byte])
             entry2 = np.uint64(table[bits2 & byte])
             entry3 = np.uint64(table[bits3 & byte])
-            out[place + offset] = entry0 & byte
-            out[place + offset + SEGMENT_VALUES] = entry1 & byte
-            out[place + offset + 2 * SEGMENT_VALUES] = entry2 & byte
-            out[place + offset + 3 * SEGMENT_VALUES] = entry3 & byte
+            out[index + offset] = entry0 & byte
+            out[index + offset + SEGMENT_VALUES] = entry1 & byte
+            out[index + offset + 2 * SEGMENT_VALUES] = entry2 & byte
+            out[index + offset + 3 * SEGMENT_VALUES] = entry3 & byte
             bits0 >>= entry0 >> eight
             bits1 >>= entry1 >> eight
             bits2 >>= entry2 >> eight
@@ -640,23 +738,23 @@ def _decode_four(data: np.ndarray, starts: np.ndarray, table: np.ndarray, out: n
 @njit
 def _merge_bfloat16(rest: np.ndarray, highest: Int64, classes: np.ndarray, words: np.ndarray) -> None:
     top = np.uint16(highest)
-    for place in range(words.size):
-        index, byte = np.uint16(classes[place]), np.uint16(rest[place])
+    for position in range(words.size):
+        index, byte = np.uint16(classes[position]), np.uint16(rest[position])
         exponent = np.uint16(top - index) & np.uint16(0xFF) if index != 15 else np.uint16(0)
-        words[place] = np.uint16(exponent << 7) | np.uint16((byte & 0x80) << 8) | (byte & np.uint16(0x7F))
+        words[position] = np.uint16(exponent << 7) | np.uint16((byte & 0x80) << 8) | (byte & np.uint16(0x7F))
 
 
 @njit
 def _merge_float32(rest: np.ndarray, highest: Int64, classes: np.ndarray, words: np.ndarray, has_low: bool) -> None:
     top, size = np.uint32(highest), words.size
-    for place in range(size):
-        index, byte = np.uint32(classes[place]), np.uint32(rest[place])
+    for position in range(size):
+        index, byte = np.uint32(classes[position]), np.uint32(rest[position])
         exponent = np.uint32(top - index) & np.uint32(0xFF) if index != 15 else np.uint32(0)
-        words[place] = np.uint32(exponent << 23) | np.uint32((byte & 0x80) << 24) | np.uint32((byte & 0x7F) << 16)
+        words[position] = np.uint32(exponent << 23) | np.uint32((byte & 0x80) << 24) | np.uint32((byte & 0x7F) << 16)
     if has_low:
         low = rest[size : 3 * size]
-        for place in range(size):
-            words[place] |= np.uint32(low[2 * place]) | np.uint32(low[2 * place + 1]) << 8
+        for position in range(size):
+            words[position] |= np.uint32(low[2 * position]) | np.uint32(low[2 * position + 1]) << 8
 
 
 @njit
@@ -674,9 +772,9 @@ def _decode_mantissas(
             source, begin = tail, at & seven
             _copy_tail(data, np.int64(at >> three), tail)
         here = begin
-        for place in range(part.size // item):
-            bodies[place] = _load(source, np.int64(here >> three)) >> (here & seven)
-            here += sizes[widths[place]]
+        for index in range(part.size // item):
+            bodies[index] = _load(source, np.int64(here >> three)) >> (here & seven)
+            here += sizes[widths[index]]
         at += here - begin
         if item == 2:
             _merge_bodies(bodies, part.view(np.uint16), fields, indices, widths)
@@ -700,14 +798,14 @@ def _merge_bodies(
         (1 << exponent_bits) - 1,
         _verbatim_sizes(highest_width, mantissa),
     )
-    for place in range(words.size):
-        index, size = widths[place], sizes[widths[place]]
-        body = bodies[place] & ((one << size) - two)
+    for position in range(words.size):
+        index, size = widths[position], sizes[widths[position]]
+        body = bodies[position] & ((one << size) - two)
         if index < 14:
             body = (body | one) << (np.uint64(mantissa + 1) - size)
-        exponent = np.uint64((highest - classes[place]) & mask if classes[place] < 15 else 0)
-        top = (bodies[place] & one) << np.uint64(exponent_bits) | exponent
-        words[place] = top << np.uint64(mantissa) | body >> one
+        exponent = np.uint64((highest - classes[position]) & mask if classes[position] < 15 else 0)
+        top = (bodies[position] & one) << np.uint64(exponent_bits) | exponent
+        words[position] = top << np.uint64(mantissa) | body >> one
 
 
 @njit
@@ -717,12 +815,12 @@ def _merge_bodies_of_float32(
 ) -> None:  # fmt: skip
     """As `_merge_bodies`, with 32 bits and no table, many at a time."""
     top, width, lost = np.uint32(fields[2]), np.uint32(fields[3]), np.uint32(24 - fields[3])
-    for place in range(words.size):
-        word, cut, index = np.uint32(bodies[place]), np.uint32(widths[place]), np.uint32(classes[place])
+    for position in range(words.size):
+        word, cut, index = np.uint32(bodies[position]), np.uint32(widths[position]), np.uint32(classes[position])
         is_cut = cut < 14
         size = np.uint32(width - cut) & np.uint32(31) if is_cut else np.uint32(24)
         shift = np.uint32(lost + cut) & np.uint32(31) if is_cut else np.uint32(0)
         body = np.uint32(word & np.uint32(np.uint32(np.uint32(1) << size) - np.uint32(2))) | np.uint32(is_cut)
         body = np.uint32(np.uint32(body << shift) >> 1) if cut < 15 else np.uint32(0)
         exponent = np.uint32(top - index) & np.uint32(0xFF) if index < 15 else np.uint32(0)
-        words[place] = np.uint32(exponent << 23) | body | np.uint32(word << 31)
+        words[position] = np.uint32(exponent << 23) | body | np.uint32(word << 31)

@@ -1,4 +1,4 @@
-"""Signs, blocks of small integers and powers of two on the CPU, compiled by numba; twins of `reference.quantize`.
+"""Signs, blocks of small integers and short floats on the CPU, compiled by numba; twins of `reference.quantize`.
 
 Inner loops have no branches and 32-bit integers (numba's own are 64-bit), so that they are vectorized.
 """
@@ -10,13 +10,14 @@ from torch import Tensor
 
 from thinwire.kernels.cpu.memory import as_tensor
 from thinwire.kernels.jit import njit
-from thinwire.kernels.reference.quantize import POWER_CODES, RANDOM_BITS, packed_codes_bytes
+from thinwire.kernels.reference.quantize import RANDOM_BITS, packed_codes_bytes
 
 _CHUNK = 1024  # values whose codes stay in the cache until they are packed
 _LANES = 64  # sums in flight, so that adding is vectorized
 _UINT32_MASK = 0xFFFFFFFF
 _UINT8_VALUES = 256
-_INFINITY_FLOAT32, _INFINITY_FLOAT64 = 0x7F800000, 0x7FF0000000000000  # bits of infinity; those of nan are above
+_MAGNITUDE, _LARGEST_FINITE = 0x7FFFFFFF, 0x7F7FFFFF  # bits of a float32 but its sign, and of the largest
+_STORED_BITS, _MOST_DROPPED_BITS = 23, 30
 
 
 @njit
@@ -50,10 +51,10 @@ def largest_of_blocks(values: Tensor, block: int) -> Tensor:
 def _largest_words(words: np.ndarray, block: int, magnitude: np.signedinteger, largest: np.ndarray) -> None:
     """Find maxima of bits, which have the order of magnitudes, because only maxima of integers are vectorized."""
     for number in range(largest.size):
-        found, chunk = largest[number], words[number * block : (number + 1) * block]
-        for place in range(chunk.size):
-            found = max(found, chunk[place] & magnitude)
-        largest[number] = found
+        result, chunk = largest[number], words[number * block : (number + 1) * block]
+        for index in range(chunk.size):
+            result = max(result, chunk[index] & magnitude)
+        largest[number] = result
 
 
 def pack_signs(values: Tensor, phase: int) -> Tensor:
@@ -69,9 +70,9 @@ def _pack_signs(values: np.ndarray, phase: int, packed: np.ndarray) -> None:
     eights = flags.view(np.uint64)
     for start in range(0, values.size, _CHUNK):
         chunk = values[start : start + _CHUNK]
-        for place in range(chunk.size):
-            odd = ((place + phase) & 1) == 1
-            flags[place] = np.uint8((chunk[place] < 0) | ((chunk[place] == 0) & odd))
+        for index in range(chunk.size):
+            odd = ((index + phase) & 1) == 1
+            flags[index] = np.uint8((chunk[index] < 0) | ((chunk[index] == 0) & odd))
         flags[chunk.size :] = 0
         for byte in range((chunk.size + 7) >> 3):
             packed[(start >> 3) + byte] = (eights[byte] * np.uint64(0x0102040810204080)) >> np.uint64(56)
@@ -96,8 +97,8 @@ def _mean_magnitudes(values: np.ndarray, block: int, means: np.ndarray) -> None:
                 wide[lane] = np.float64(abs(chunk[start + lane]))
             for lane in range(_LANES):
                 sums[lane] += wide[lane]
-        for place in range(whole, chunk.size):
-            sums[place - whole] += np.float64(abs(chunk[place]))
+        for index in range(whole, chunk.size):
+            sums[index - whole] += np.float64(abs(chunk[index]))
         means[number] = sums.sum() / chunk.size
 
 
@@ -111,25 +112,23 @@ def _add_signs(packed: np.ndarray, scales: np.ndarray, block: int, total: np.nda
         scale = scales[number]
         start, stop = number * block, min((number + 1) * block, total.size)
         first = min((start + 7) >> 3, stop >> 3)  # first byte that belongs to this block alone
-        for place in range(start, min(8 * first, stop)):
-            total[place] += -scale if (packed[place >> 3] >> (place & 7)) & 1 else scale
+        for index in range(start, min(8 * first, stop)):
+            total[index] += -scale if (packed[index >> 3] >> (index & 7)) & 1 else scale
         for byte in range(first, stop >> 3):
             bits = np.uint32(packed[byte])
             for bit in range(8):
                 total[8 * byte + bit] += -scale if np.uint32(bits >> np.uint32(bit)) & np.uint32(1) else scale
-        for place in range(max(start, 8 * (stop >> 3)), stop):
-            total[place] += -scale if (packed[place >> 3] >> (place & 7)) & 1 else scale
+        for index in range(max(start, 8 * (stop >> 3)), stop):
+            total[index] += -scale if (packed[index >> 3] >> (index & 7)) & 1 else scale
 
 
 def quantize(values: Tensor, steps: Tensor, block: int, levels: int, bits: int, seed: int | None) -> Tensor:
     array, inverses = values.numpy(), steps.reciprocal().numpy()
     codes = np.empty(array.size, dtype=np.uint8)
     number = array.dtype.type
-    if seed is None:
-        rounder = number(1.5 * 2 ** _integer_type(array)[1])
-        _round_to_nearest(array, inverses, block, np.int32(levels), rounder, codes)
-    else:
-        _round_at_random(array, inverses, block, np.int32(levels), number(1 << RANDOM_BITS), *_halves(seed), codes)
+    rounder, unit = number(1.5 * 2 ** _integer_type(array)[1]), number(1 << RANDOM_BITS)
+    settings = block, np.int32(levels), rounder, unit, seed is not None
+    _round_to_steps(array, inverses, *settings, *_halves(seed or 0), codes)
     if bits == 8:
         return as_tensor(codes)
     packed = np.empty(packed_codes_bytes(array.size, bits), dtype=np.uint8)
@@ -138,33 +137,23 @@ def quantize(values: Tensor, steps: Tensor, block: int, levels: int, bits: int, 
 
 
 @njit
-def _round_to_nearest(
-    values: np.ndarray, inverses: np.ndarray, block: int, levels: np.int32, rounder: np.floating, codes: np.ndarray
-) -> None:
-    """Round by adding ``rounder``, next to which a float has no bits for fractions."""
-    for number in range(inverses.size):
-        inverse = inverses[number]
-        chunk, out = values[number * block : (number + 1) * block], codes[number * block : (number + 1) * block]
-        for place in range(chunk.size):
-            multiple = np.int32((chunk[place] * inverse + rounder) - rounder)
-            out[place] = np.uint8(np.int32(min(max(multiple, np.int32(-levels)), levels) + levels))
-
-
-@njit
-def _round_at_random(
-    values: np.ndarray, inverses: np.ndarray, block: int, levels: np.int32, unit: np.floating, low: np.uint32,
-    high: np.uint32, codes: np.ndarray,
+def _round_to_steps(
+    values: np.ndarray, inverses: np.ndarray, block: int, levels: np.int32, rounder: np.floating, unit: np.floating,
+    is_random: bool, low: np.uint32, high: np.uint32, codes: np.ndarray,
 ) -> None:  # fmt: skip
+    """Round to the nearest by adding ``rounder``, next to which a float has no bits for fractions."""
     for number in range(inverses.size):
         inverse, start = inverses[number], np.uint32(number * block)
         chunk, out = values[number * block : (number + 1) * block], codes[number * block : (number + 1) * block]
-        for place in range(chunk.size):
-            scaled = chunk[place] * inverse
-            whole = np.floor(scaled)
-            random = np.int32(_hash(np.uint32(start + np.uint32(place)), low, high) >> np.uint32(32 - RANDOM_BITS))
-            up = np.float32(random) < (scaled - whole) * unit
-            multiple = np.int32(np.int32(whole) + np.int32(up))
-            out[place] = np.uint8(np.int32(min(max(multiple, np.int32(-levels)), levels) + levels))
+        for index in range(chunk.size):
+            scaled = chunk[index] * inverse
+            if is_random:
+                whole = np.floor(scaled)
+                random = np.int32(_hash(np.uint32(start + np.uint32(index)), low, high) >> np.uint32(32 - RANDOM_BITS))
+                multiple = np.int32(np.int32(whole) + np.int32(np.float32(random) < (scaled - whole) * unit))
+            else:
+                multiple = np.int32((scaled + rounder) - rounder)
+            out[index] = np.uint8(np.int32(min(max(multiple, np.int32(-levels)), levels) + levels))
 
 
 @njit
@@ -173,13 +162,13 @@ def _pack_codes(codes: np.ndarray, bits: int, packed: np.ndarray) -> None:
     whole = codes.size >> 3
     for group in range(whole):
         word = np.int64(0)
-        for place in range(8):
-            word |= np.int64(codes[8 * group + place]) << (bits * place)
+        for index in range(8):
+            word |= np.int64(codes[8 * group + index]) << (bits * index)
         for byte in range(bits):
             packed[group * bits + byte] = (word >> (8 * byte)) & 0xFF
     word = np.int64(0)
-    for place in range(8 * whole, codes.size):
-        word |= np.int64(codes[place]) << (bits * (place & 7))
+    for index in range(8 * whole, codes.size):
+        word |= np.int64(codes[index]) << (bits * (index & 7))
     for byte in range(whole * bits, packed.size):
         packed[byte] = word & 0xFF
         word >>= 8
@@ -192,13 +181,13 @@ def _unpack_codes(packed: np.ndarray, bits: int, codes: np.ndarray) -> None:
         word = np.int64(0)
         for byte in range(bits):
             word |= np.int64(packed[group * bits + byte]) << (8 * byte)
-        for place in range(8):
-            codes[8 * group + place] = (word >> (bits * place)) & mask
+        for index in range(8):
+            codes[8 * group + index] = (word >> (bits * index)) & mask
     word = np.int64(0)
     for byte in range(whole * bits, packed.size):
         word |= np.int64(packed[byte]) << (8 * (byte - whole * bits))
-    for place in range(8 * whole, codes.size):
-        codes[place] = (word >> (bits * (place & 7))) & mask
+    for index in range(8 * whole, codes.size):
+        codes[index] = (word >> (bits * (index & 7))) & mask
 
 
 def add_quantized(packed: Tensor, steps: Tensor, block: int, levels: int, bits: int, total: Tensor) -> None:
@@ -214,19 +203,15 @@ def _add_quantized(codes: np.ndarray, steps: np.ndarray, block: int, levels: np.
     for number in range(steps.size):
         step = steps[number]
         chunk, out = codes[number * block : (number + 1) * block], total[number * block : (number + 1) * block]
-        for place in range(out.size):
-            multiple = min(np.int32(np.int32(chunk[place]) - levels), levels)
-            out[place] += np.float32(multiple) * step
+        for index in range(out.size):
+            multiple = min(np.int32(np.int32(chunk[index]) - levels), levels)
+            out[index] += np.float32(multiple) * step
 
 
-def round_to_powers(values: Tensor, base: int, seed: int) -> Tensor:
-    array = values.numpy()
-    codes = np.empty(array.size, dtype=np.uint8)
-    integer, mantissa_bits = _integer_type(array)
-    smallest = np.array([(base + 1) << mantissa_bits], dtype=integer).view(array.dtype)[0]
-    unit = array.dtype.type(2.0**RANDOM_BITS)
-    kernel = _round_float32 if array.dtype == np.float32 else _round_float64
-    kernel(array, array.view(integer), integer(base), smallest, unit, *_halves(seed), codes)
+def round_to_floats(values: Tensor, mantissa_bits: int, lowest: int, largest_code: int, seed: int | None) -> Tensor:
+    codes = np.empty(values.numel(), dtype=np.uint8)
+    settings = np.int32(mantissa_bits), np.int32(lowest), np.int32(largest_code), seed is not None
+    _round_to_floats(values.numpy().view(np.int32), *settings, *_halves(seed or 0), codes)
     return as_tensor(codes)
 
 
@@ -235,34 +220,30 @@ def _integer_type(array: np.ndarray) -> tuple[type[np.signedinteger], int]:
 
 
 @njit
-def _round_float32(
-    values: np.ndarray, words: np.ndarray, base: np.int32, smallest: np.float32, unit: np.float32, low: np.uint32,
-    high: np.uint32, codes: np.ndarray,
+def _round_to_floats(
+    words: np.ndarray, mantissa_bits: np.int32, lowest: np.int32, largest_code: np.int32, is_random: bool,
+    low: np.uint32, high: np.uint32, codes: np.ndarray,
 ) -> None:  # fmt: skip
-    """Add a random mantissa to the bits of a number: it carries into the exponent with the right probability."""
-    for place in range(values.size):
-        hashed, word, size = _hash(np.uint32(place), low, high), words[place], abs(values[place])
-        magnitude = np.int32(min(np.int32(word & np.int32(0x7FFFFFFF)), np.int32(_INFINITY_FLOAT32)))
-        exponent = np.int32(np.int32(magnitude + np.int32(hashed >> np.uint32(9))) >> np.int32(23))
-        code = np.int32(min(max(np.int32(exponent - base), np.int32(0)), np.int32(POWER_CODES)))
-        from_below = np.int32(np.float32(np.int32(hashed >> np.uint32(8))) * smallest < size * unit)
-        code = from_below if size < smallest else code
+    """Add half a unit, or a random part of one, to the significand: it carries into the exponent of the code."""
+    one, stored, most = np.int32(1), np.int32(_STORED_BITS), np.int32(_MOST_DROPPED_BITS)
+    for index in range(words.size):
+        word = words[index]
+        magnitude = np.int32(min(np.int32(word & np.int32(_MAGNITUDE)), np.int32(_LARGEST_FINITE)))
+        exponent = np.int32(max(np.int32(magnitude >> stored), one))
+        significand = np.int32(magnitude - np.int32(np.int32(exponent - one) << stored))
+        normal = np.int32(max(exponent, lowest))
+        drop = np.int32(np.int32(normal - exponent) + np.int32(stored - mantissa_bits))
+        significand = np.int32(significand >> np.int32(min(max(np.int32(drop - most), np.int32(0)), most)))
+        drop = np.int32(min(drop, most))
+        if is_random:
+            hashed = _hash(np.uint32(index), low, high)
+            extra = np.int32(hashed >> np.uint32(np.uint32(32) - np.uint32(drop)))
+        else:
+            half = np.int32(one << np.int32(drop - one))
+            extra = np.int32(np.int32(half - one) + np.int32(np.int32(significand >> drop) & one))
+        code = np.int32(np.int32(np.int32(normal - lowest) << mantissa_bits) + (np.int32(significand + extra) >> drop))
         sign = np.int32(np.int32(word >> np.int32(24)) & np.int32(0x80))
-        codes[place] = np.uint8(np.int32(code | sign))
-
-
-@njit
-def _round_float64(
-    values: np.ndarray, words: np.ndarray, base: np.int64, smallest: np.float64, unit: np.float64, low: np.uint32,
-    high: np.uint32, codes: np.ndarray,
-) -> None:  # fmt: skip
-    for place in range(values.size):
-        hashed, word, size = np.int64(_hash(np.uint32(place), low, high)), words[place], abs(values[place])
-        magnitude = min(word & np.int64(0x7FFFFFFFFFFFFFFF), np.int64(_INFINITY_FLOAT64))
-        code = min(max(((magnitude + (hashed << 20)) >> 52) - base, 0), POWER_CODES)
-        from_below = np.int64(np.float64(hashed >> 8) * smallest < size * unit)
-        code = from_below if size < smallest else code
-        codes[place] = code | ((word >> 56) & 0x80)
+        codes[index] = np.uint8(np.int32(min(code, largest_code) | sign))
 
 
 def add_from_table(codes: Tensor, table: Tensor, steps: Tensor, block: int, total: Tensor) -> None:
@@ -276,5 +257,5 @@ def _add_from_table(codes: np.ndarray, table: np.ndarray, steps: np.ndarray, blo
     for number in range(steps.size):
         step = steps[number]
         chunk, out = codes[number * block : (number + 1) * block], total[number * block : (number + 1) * block]
-        for place in range(out.size):
-            out[place] += table[chunk[place]] * step
+        for index in range(out.size):
+            out[index] += table[chunk[index]] * step

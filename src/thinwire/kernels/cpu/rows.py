@@ -1,8 +1,8 @@
-"""Search, gather, scatter and sum of rows on the CPU, compiled by numba; twins of `reference.rows`."""
+"""Search, scatter and sum of rows on the CPU, compiled by numba; twins of `reference.rows`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from thinwire.kernels.cpu.bits import ROOM, append_ones
 from thinwire.kernels.cpu.memory import as_tensor, empty_rows
 from thinwire.kernels.cpu.sum import sum_increasing
-from thinwire.kernels.cpu.union import union_places
+from thinwire.kernels.cpu.union import union_positions
 from thinwire.kernels.jit import njit
 from thinwire.kernels.reference import rows as reference
 
@@ -26,34 +26,34 @@ def nonzero_rows(dense: Tensor) -> Tensor:
     words = reference.row_words(dense.detach()).numpy()
     num_rows, row_words = words.shape
     flat, start, count = words.reshape(-1), 0, 0
-    found = np.empty(min(num_rows, _FIRST_IDS) + _MASK_BITS + ROOM, dtype=np.int64)
+    result = np.empty(min(num_rows, _FIRST_IDS) + _MASK_BITS + ROOM, dtype=np.int64)
     while True:
         if row_words == 1:
-            start, count = _find_words(flat, start, found, count)
+            start, count = _find_words(flat, start, result, count)
         else:
-            start, count = _find_rows(flat, row_words, start, found, count)
+            start, count = _find_rows(flat, row_words, start, result, count)
         if start == num_rows:
-            return as_tensor(found[:count])
-        found = _grown(found, count, start, num_rows)
+            return as_tensor(result[:count])
+        result = _grown(result, count, start, num_rows)
 
 
-def _grown(found: np.ndarray, count: int, start: int, num_rows: int) -> np.ndarray:
+def _grown(result: np.ndarray, count: int, start: int, num_rows: int) -> np.ndarray:
     """Grow by the density of the rows seen and an eighth more; at least by half, never beyond all rows."""
     expected = count + (num_rows - start) * count // max(1, start) * 9 // 8
-    room = np.empty(min(max(expected, found.size * 3 // 2), num_rows) + _MASK_BITS + ROOM, dtype=np.int64)
-    room[:count] = found[:count]
+    room = np.empty(min(max(expected, result.size * 3 // 2), num_rows) + _MASK_BITS + ROOM, dtype=np.int64)
+    room[:count] = result[:count]
     return room
 
 
 @njit
-def _find_words(words: np.ndarray, start: int, found: np.ndarray, count: int) -> tuple[int, int]:
-    """Append the indices of non-zero words from ``start`` on, until ``found`` may be full; return where it stopped.
+def _find_words(words: np.ndarray, start: int, result: np.ndarray, count: int) -> tuple[int, int]:
+    """Append the indices of non-zero words from ``start`` on, until ``result`` may be full; return where it stopped.
 
     Comparing 64 words into a mask is vectorized, and the loop over its ones depends on the non-zeros only: 1 ns a word
     at 5 %, where writing every index and advancing on non-zeros costs 2 ns.
     """
     size = words.size
-    while start < size and count + _MASK_BITS + ROOM <= found.size:
+    while start < size and count + _MASK_BITS + ROOM <= result.size:
         mask = np.int64(0)
         if start + _MASK_BITS <= size:
             for bit in range(_MASK_BITS):
@@ -61,28 +61,28 @@ def _find_words(words: np.ndarray, start: int, found: np.ndarray, count: int) ->
         else:
             for bit in range(size - start):
                 mask |= np.int64(words[start + bit] != 0) << np.int64(bit)
-        count = append_ones(mask, start, found, count)
+        count = append_ones(mask, start, result, count)
         start = min(start + _MASK_BITS, size)
     return start, count
 
 
 @njit
-def _find_rows(words: np.ndarray, row_words: int, start: int, found: np.ndarray, count: int) -> tuple[int, int]:
+def _find_rows(words: np.ndarray, row_words: int, start: int, result: np.ndarray, count: int) -> tuple[int, int]:
     """Append the indices of non-zero rows of several words; narrow ones without a branch to mispredict."""
     num_rows = words.size // row_words
-    stop = min(num_rows, start + found.size - count)
+    stop = min(num_rows, start + result.size - count)
     if row_words == 2:
         for row in range(start, stop):
-            found[count] = row
+            result[count] = row
             count += int((words[2 * row] | words[2 * row + 1]) != 0)
     elif row_words == 4:
         for row in range(start, stop):
             word = 4 * row
-            found[count] = row
+            result[count] = row
             count += int((words[word] | words[word + 1] | words[word + 2] | words[word + 3]) != 0)
     else:
         for row in range(start, stop):
-            found[count] = row
+            result[count] = row
             count += int(_any_word(words, row * row_words, (row + 1) * row_words))
     return stop, count
 
@@ -103,49 +103,26 @@ def _any_word(words: np.ndarray, here: int, end: int) -> bool:
     return False
 
 
-def gather_rows(values: Tensor, places: Tensor, out: Tensor | None = None) -> Tensor:
-    if out is None:
-        out = empty_rows(places.numel(), values.shape[1], values.dtype)
-    row_words = reference.row_words(values.detach()), reference.row_words(out)
-    if row_words[0].dtype != row_words[1].dtype:  # one of them has an address that is not a multiple of 8
-        return torch.index_select(values, 0, places, out=out)
-    source, target = (words.numpy() for words in row_words)
-    _check(_gather(source, places.numpy(), target), places, values.shape[0])
-    return out
-
-
-@njit
-def _gather(source: np.ndarray, places: np.ndarray, target: np.ndarray) -> int:
-    """Copy rows and return their number: all, or those before an index out of range."""
-    num_rows, width = source.shape
-    for row in range(places.size):
-        place = places[row]
-        if place < 0 or place >= num_rows:
-            return row
-        for column in range(width):
-            target[row, column] = source[place, column]
-    return places.size
-
-
 def scatter_rows(dense: Tensor, ids: Tensor, values: Tensor) -> Tensor:
     row_words = reference.row_words(dense), reference.row_words(values.detach())
     if row_words[0].dtype != row_words[1].dtype:
         return dense.index_copy_(0, ids, values)
     target, source = (words.numpy() for words in row_words)
-    _check(_scatter(target, ids.numpy(), source), ids, dense.shape[0])
+    _check(_write_rows(target, source, ids.numpy()), ids, dense.shape[0])
     return dense
 
 
 @njit
-def _scatter(target: np.ndarray, places: np.ndarray, source: np.ndarray) -> int:
+def _write_rows(target: np.ndarray, source: np.ndarray, positions: np.ndarray) -> int:
+    """Write rows to positions and return their number: all, or those before an index out of range."""
     num_rows, width = target.shape
-    for row in range(places.size):
-        place = places[row]
-        if place < 0 or place >= num_rows:
+    for row in range(positions.size):
+        index = positions[row]
+        if index < 0 or index >= num_rows:
             return row
         for column in range(width):
-            target[place, column] = source[row, column]
-    return places.size
+            target[index, column] = source[row, column]
+    return positions.size
 
 
 def sum_rows(pieces: Sequence[tuple[Tensor, Tensor]], scale: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -155,8 +132,8 @@ def sum_rows(pieces: Sequence[tuple[Tensor, Tensor]], scale: float = 1.0) -> tup
     for ids, _ in pieces:
         if ids.numel():
             num_rows = max(num_rows, int(ids.max()) + 1)
-    union, places = union_places([ids for ids, _ in pieces], num_rows)
-    placed = [(place, values) for place, (_, values) in zip(places, pieces, strict=True)]
+    union, positions = union_positions([ids for ids, _ in pieces], num_rows)
+    placed = [(index, values) for index, (_, values) in zip(positions, pieces, strict=True)]
     alike = all(values.dtype == dtype for _, values in placed)
     total = None
     if width and alike and dtype in _ADDED:
@@ -170,8 +147,8 @@ def sum_rows_at(
     if dtype not in _ADDED:
         return reference.sum_rows_at(pieces, num_rows, width, dtype, scale)
     total = _zeros(num_rows, width, dtype)
-    for places, values in pieces:
-        _adder(total, places, values)(0, places.numel())
+    for positions, values in pieces:
+        _add(total, positions, values)
     return _rounded(total, scale, dtype)
 
 
@@ -186,50 +163,35 @@ def _rounded(total: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     return total if total.dtype == dtype else empty_rows(total.shape[0], total.shape[1], dtype).copy_(total)
 
 
-def _adder(total: Tensor, places: Tensor, values: Tensor) -> Callable[[int, int], None]:
-    """Return a function that adds the rows [first, last) of a piece."""
-    narrow = values.dtype == torch.bfloat16 and total.dtype == torch.float32
-    values = (values if narrow else values.to(total.dtype)).detach().contiguous()
-    kernel = _add_bfloat16 if narrow else _add_float
-    arrays = total.numpy(), places.contiguous().numpy(), (values.view(torch.int16) if narrow else values).numpy()
-
-    def add(first: int, last: int) -> None:
-        done = kernel(*arrays, first, last)
-        if done < last:
-            raise IndexError(f"row {int(places[done])} is out of range: there are {total.shape[0]} rows")
-
-    return add
+def _add(total: Tensor, positions: Tensor, values: Tensor) -> None:
+    """Add the rows of a piece."""
+    is_narrow = values.dtype == torch.bfloat16 and total.dtype == torch.float32
+    values = (values if is_narrow else values.to(total.dtype)).detach().contiguous()
+    rows = values.view(torch.int16) if is_narrow else values
+    done = _add_rows(total.numpy(), positions.contiguous().numpy(), rows.numpy(), is_narrow)
+    _check(done, positions, total.shape[0])
 
 
 @njit
-def _add_float(total: np.ndarray, places: np.ndarray, values: np.ndarray, first: int, last: int) -> int:
+def _add_rows(total: np.ndarray, positions: np.ndarray, values: np.ndarray, is_narrow: bool) -> int:
+    """Add rows; where it ``is_narrow`` they are bfloat16, each value the upper half of a float32."""
     num_rows, width = total.shape
-    for row in range(first, last):
-        place = places[row]
-        if place < 0 or place >= num_rows:
+    for row in range(positions.size):
+        index = positions[row]
+        if index < 0 or index >= num_rows:
             return row
-        if width == 1:  # twice as fast as a loop of one turn
-            total[place, 0] += values[row, 0]
+        if is_narrow:
+            for column in range(width):
+                bits = (np.int64(values[row, column]) & 0xFFFF) << 16
+                total[index, column] += np.uint32(bits).view(np.float32)
+        elif width == 1:  # twice as fast as a loop of one turn
+            total[index, 0] += values[row, 0]
         else:
             for column in range(width):
-                total[place, column] += values[row, column]
-    return last
+                total[index, column] += values[row, column]
+    return positions.size
 
 
-@njit
-def _add_bfloat16(total: np.ndarray, places: np.ndarray, values: np.ndarray, first: int, last: int) -> int:
-    """Add rows of bfloat16, each value the upper half of a float32."""
-    num_rows, width = total.shape
-    for row in range(first, last):
-        place = places[row]
-        if place < 0 or place >= num_rows:
-            return row
-        for column in range(width):
-            bits = (np.int64(values[row, column]) & 0xFFFF) << 16
-            total[place, column] += np.uint32(bits).view(np.float32)
-    return last
-
-
-def _check(done: int, places: Tensor, num_rows: int) -> None:
-    if done < places.numel():
-        raise IndexError(f"row {int(places[done])} is out of range: there are {num_rows} rows")
+def _check(done: int, positions: Tensor, num_rows: int) -> None:
+    if done < positions.numel():
+        raise IndexError(f"row {int(positions[done])} is out of range: there are {num_rows} rows")

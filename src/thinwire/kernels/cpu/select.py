@@ -6,7 +6,6 @@ and the selection of 1 % between 15 and 30 ms; ``torch.topk`` costs 700 ms.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,6 @@ _LANES = 64  # sums in flight, so that adding is vectorized
 _TABLES = 4  # tables of 16 KiB, filled in turn: one for each of the digits of a step
 _SELECT_BLOCK = 32  # elements that are compared before any is chosen
 _FEW = 64  # a share of 1/64 of all elements is cheap to copy: no need to narrow down further
-_LOG_TURNS = 512  # factors below 2, so that their product is finite
 
 
 def _bits(values: Tensor) -> tuple[np.ndarray, np.ndarray, Any]:
@@ -50,44 +48,12 @@ def _sums(values: np.ndarray, bits: np.ndarray, mask: Int64, key: Int64) -> tupl
             sums[lane] += wide[lane]
         for lane in range(_LANES):
             squares[lane] += wide[lane] * wide[lane]
-    for place in range(whole, values.size):
-        if (bits[place] & mask) >= key:
-            magnitude = np.float64(abs(values[place]))
-            sums[place - whole] += magnitude
-            squares[place - whole] += magnitude * magnitude
+    for index in range(whole, values.size):
+        if (bits[index] & mask) >= key:
+            magnitude = np.float64(abs(values[index]))
+            sums[index - whole] += magnitude
+            squares[index - whole] += magnitude * magnitude
     return sums.sum(), squares.sum()
-
-
-def sum_log_magnitudes(values: Tensor) -> float:
-    return float(_sum_logs(values.detach().numpy()))
-
-
-@njit
-def _sum_logs(values: np.ndarray) -> float:
-    """Sum logarithms by adding exponents and multiplying mantissas, so that one logarithm serves a block."""
-    total, exponents = 0.0, 0
-    wide = np.empty(_LANES)
-    bits = wide.view(np.int64)
-    products = np.ones(_LANES)
-    whole, turn = values.size // _LANES * _LANES, 0
-    for start in range(0, whole, _LANES):
-        for lane in range(_LANES):
-            magnitude = np.float64(abs(values[start + lane]))
-            wide[lane] = magnitude if magnitude != 0.0 else 1.0
-        for lane in range(_LANES):
-            exponents += bits[lane] >> 52
-        for lane in range(_LANES):
-            bits[lane] = (bits[lane] & 0xFFFFFFFFFFFFF) | (1023 << 52)
-        for lane in range(_LANES):
-            products[lane] *= wide[lane]
-        turn += 1
-        if turn == _LOG_TURNS:
-            total, turn = total + np.log(products).sum(), 0
-            products[:] = 1.0
-    for place in range(whole, values.size):
-        if values[place] != 0.0:
-            total += math.log(np.float64(abs(values[place])))
-    return total + np.log(products).sum() + (exponents - 1023 * whole) * math.log(2.0)
 
 
 def count_at_least(values: Tensor, threshold: float) -> int:
@@ -98,8 +64,8 @@ def count_at_least(values: Tensor, threshold: float) -> int:
 @njit
 def _count(bits: np.ndarray, mask: Int64, key: Int64) -> Int64:
     count = 0
-    for place in range(bits.size):
-        count += np.int64((bits[place] & mask) >= key)
+    for index in range(bits.size):
+        count += np.int64((bits[index] & mask) >= key)
     return count
 
 
@@ -132,19 +98,19 @@ def _select(
     """
     count = 0
     for start in range(0, bits.size, _SELECT_BLOCK):
-        stop, found = min(start + _SELECT_BLOCK, bits.size), 0
+        stop, result = min(start + _SELECT_BLOCK, bits.size), 0
         if stop - start == _SELECT_BLOCK:
             for lane in range(_SELECT_BLOCK):
-                found += np.int32((bits[start + lane] & mask) >= key)
+                result += np.int32((bits[start + lane] & mask) >= key)
         else:
-            found = 1
-        if found > 0:
+            result = 1
+        if result > 0:
             if count + _SELECT_BLOCK > ids.size:
                 return -1
-            for place in range(start, stop):
-                ids[count] = place
-                chosen[count] = values[place]
-                count += np.int64((bits[place] & mask) >= key)
+            for index in range(start, stop):
+                ids[count] = index
+                chosen[count] = values[index]
+                count += np.int64((bits[index] & mask) >= key)
     return count
 
 
@@ -161,7 +127,7 @@ def leading_magnitudes(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def top_magnitudes(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Select by radix: count leading bits until few candidates share those of the ``k``-th largest."""
+    """Select by radix: count leading bits until few candidates share the bits of the ``k``-th largest."""
     if not 0 <= k <= values.numel():
         raise ValueError(f"there are no {k} largest of {values.numel()} elements")
     array, bits, mask = _bits(values)
@@ -185,8 +151,8 @@ def top_magnitudes(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
 def _descend(counts: np.ndarray, k: int, above: int) -> tuple[int, int, int]:
     """Return the digit of the k-th largest key, the number of keys with a larger one, and of those with at least it."""
     reached = above + counts[::-1].cumsum()
-    place = int(np.searchsorted(reached, k))
-    return counts.size - 1 - place, int(reached[place - 1]) if place else above, int(reached[place])
+    index = int(np.searchsorted(reached, k))
+    return counts.size - 1 - index, int(reached[index - 1]) if index else above, int(reached[index])
 
 
 @njit
@@ -196,8 +162,8 @@ def _histogram(bits: np.ndarray, mask: Int64, shift: int, tables: np.ndarray) ->
     for start in range(0, whole, _TABLES):
         for table in range(_TABLES):
             tables[table, (bits[start + table] & mask) >> shift] += 1
-    for place in range(whole, bits.size):
-        tables[0, (bits[place] & mask) >> shift] += 1
+    for index in range(whole, bits.size):
+        tables[0, (bits[index] & mask) >> shift] += 1
 
 
 @njit
@@ -210,8 +176,8 @@ def _refine(bits: np.ndarray, mask: Int64, edge: Int64, shift: int, tables: np.n
             digit = ((bits[start + table] & mask) - edge) >> shift
             if 0 <= digit < size:
                 tables[table, digit] += 1
-    for place in range(whole, bits.size):
-        digit = ((bits[place] & mask) - edge) >> shift
+    for index in range(whole, bits.size):
+        digit = ((bits[index] & mask) - edge) >> shift
         if 0 <= digit < size:
             tables[0, digit] += 1
 
@@ -231,12 +197,12 @@ def _largest(ids: np.ndarray, chosen: np.ndarray, mask: Int64, k: int) -> tuple[
 def _keep(ids: np.ndarray, chosen: np.ndarray, keys: np.ndarray, smallest: Int64, equal: int) -> None:
     """Move keys above ``smallest``, and the first ``equal`` that equal it, to the front."""
     count = 0
-    for place in range(keys.size):
-        taken = keys[place] > smallest
-        if keys[place] == smallest and equal > 0:
+    for index in range(keys.size):
+        taken = keys[index] > smallest
+        if keys[index] == smallest and equal > 0:
             equal -= 1
             taken = True
         if taken:
-            ids[count] = ids[place]
-            chosen[count] = chosen[place]
+            ids[count] = ids[index]
+            chosen[count] = chosen[index]
             count += 1

@@ -29,12 +29,12 @@ def sum_increasing(
 
     It returns [num_rows, width], or None if the indices of a piece decrease.
     """
-    pieces = [(places.contiguous(), values.detach().contiguous()) for places, values in pieces]
-    places_at = np.array([places.data_ptr() for places, _ in pieces], dtype=np.int64)
+    pieces = [(positions.contiguous(), values.detach().contiguous()) for positions, values in pieces]
+    positions_at = np.array([positions.data_ptr() for positions, _ in pieces], dtype=np.int64)
     values_at = np.array([values.data_ptr() for _, values in pieces], dtype=np.int64)
-    counts = np.array([places.numel() for places, _ in pieces], dtype=np.int64)
+    counts = np.array([positions.numel() for positions, _ in pieces], dtype=np.int64)
     total = empty_rows(num_rows, width, dtype)
-    addresses = places_at, values_at, counts
+    addresses = positions_at, values_at, counts
     if dtype == torch.bfloat16:
         block_rows = max(1, BLOCK_BYTES // (4 * width))
         block = np.empty(min(block_rows, max(1, num_rows)) * width, dtype=np.float32)
@@ -55,7 +55,7 @@ def _bfloat16_nan() -> np.uint16:
 
 @njit
 def _sum_floats(
-    places_at: np.ndarray, values_at: np.ndarray, counts: np.ndarray,
+    positions_at: np.ndarray, values_at: np.ndarray, counts: np.ndarray,
     total: np.ndarray, width: int, block_rows: int, scale: np.floating,
 ) -> bool:  # fmt: skip
     heads = np.zeros(counts.size, dtype=np.int64)
@@ -65,20 +65,20 @@ def _sum_floats(
         block = total[start * width : stop * width]
         block[:] = 0
         for piece in range(counts.size):
-            places = _array_at(places_at[piece], counts[piece], counts)
+            positions = _array_at(positions_at[piece], counts[piece], counts)
             values = _array_at(values_at[piece], counts[piece] * width, total)
-            heads[piece] = _add_until(block, start, stop, places, values, heads[piece], width)
+            heads[piece] = _add_until(block, start, stop, positions, values, heads[piece], width, False)
             if heads[piece] < 0:
                 return False
         if scale != 1:
-            for place in range(block.size):
-                block[place] *= scale
-    return _all_added(heads, counts)
+            for index in range(block.size):
+                block[index] *= scale
+    return bool(np.all(heads == counts))
 
 
 @njit
 def _sum_bfloat16(
-    places_at: np.ndarray, values_at: np.ndarray, counts: np.ndarray,
+    positions_at: np.ndarray, values_at: np.ndarray, counts: np.ndarray,
     total: np.ndarray, width: int, block_rows: int, block: np.ndarray, scale: np.float32, nan: np.uint16,
 ) -> bool:  # fmt: skip
     heads = np.zeros(counts.size, dtype=np.int64)
@@ -87,46 +87,37 @@ def _sum_bfloat16(
         stop = min(start + block_rows, num_rows)
         block[:] = 0
         for piece in range(counts.size):
-            places = _array_at(places_at[piece], counts[piece], counts)
+            positions = _array_at(positions_at[piece], counts[piece], counts)
             values = _array_at(values_at[piece], counts[piece] * width, total)
-            heads[piece] = _add_bfloat16_until(block, start, stop, places, values, heads[piece], width)
+            heads[piece] = _add_until(block, start, stop, positions, values, heads[piece], width, True)
             if heads[piece] < 0:
                 return False
         _round_to_bfloat16(block, total[start * width : stop * width], scale, nan)
-    return _all_added(heads, counts)
+    return bool(np.all(heads == counts))
 
 
 @njit
 def _add_until(
-    block: np.ndarray, start: int, stop: int, places: np.ndarray, values: np.ndarray, head: int, width: int
-) -> int:
-    """Add the rows from ``head`` up to ``stop``, and return the first that is left; -1 if one is before ``start``."""
-    while head < places.size and places[head] < stop:
-        row = places[head] - start
-        if row < 0:
-            return -1
-        if width == 1:
-            block[row] += values[head]
-        else:
-            into, added = block[row * width : (row + 1) * width], values[head * width : (head + 1) * width]
-            for column in range(width):
-                into[column] += added[column]
-        head += 1
-    return head
+    block: np.ndarray, start: int, stop: int, positions: np.ndarray, values: np.ndarray, head: int, width: int,
+    is_narrow: bool,
+) -> int:  # fmt: skip
+    """Add the rows from ``head`` up to ``stop``, and return the first that is left; -1 if one is before ``start``.
 
-
-@njit
-def _add_bfloat16_until(
-    block: np.ndarray, start: int, stop: int, places: np.ndarray, values: np.ndarray, head: int, width: int
-) -> int:
-    """Add rows as `_add_until`, for values that are the upper halves of float32."""
-    while head < places.size and places[head] < stop:
-        row = places[head] - start
+    Where it ``is_narrow``, values are bfloat16, the upper halves of float32.
+    """
+    while head < positions.size and positions[head] < stop:
+        row = positions[head] - start
         if row < 0:
             return -1
         into, added = block[row * width : (row + 1) * width], values[head * width : (head + 1) * width]
-        for column in range(width):
-            into[column] += np.uint32(np.uint32(added[column]) << np.uint32(16)).view(np.float32)
+        if is_narrow:
+            for column in range(width):
+                into[column] += np.uint32(np.uint32(added[column]) << np.uint32(16)).view(np.float32)
+        elif width == 1:
+            block[row] += values[head]
+        else:
+            for column in range(width):
+                into[column] += added[column]
         head += 1
     return head
 
@@ -135,19 +126,11 @@ def _add_bfloat16_until(
 def _round_to_bfloat16(block: np.ndarray, rounded: np.ndarray, scale: np.float32, nan: np.uint16) -> None:
     """Round to the nearest, ties to even, in integers: loops without a branch, which are vectorized."""
     if scale != 1:
-        for place in range(rounded.size):
-            block[place] *= scale
+        for index in range(rounded.size):
+            block[index] *= scale
     bits = block.view(np.uint32)
-    for place in range(rounded.size):
-        word = bits[place]
+    for index in range(rounded.size):
+        word = bits[index]
         nearest = np.uint32(word + np.uint32(0x7FFF) + ((word >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
         is_number = (word & np.uint32(0x7FFFFFFF)) <= np.uint32(0x7F800000)
-        rounded[place] = np.uint16(nearest) if is_number else nan
-
-
-@njit
-def _all_added(heads: np.ndarray, counts: np.ndarray) -> bool:
-    added = True
-    for piece in range(counts.size):
-        added &= heads[piece] == counts[piece]
-    return added
+        rounded[index] = np.uint16(nearest) if is_number else nan

@@ -1,4 +1,4 @@
-"""Union of several lists of ids on the CPU, compiled by numba; twin of `reference.rows.union_places`."""
+"""Union of several lists of ids on the CPU, compiled by numba; twin of `reference.rows.union_positions`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _BITS_PER_ID = 512  # a bitmap of this many bits an id costs the same as a merge
 _MAX_MERGED = 16  # a merge compares the heads of all pieces for each id
 
 
-def union_places(pieces: Sequence[Tensor], size: int) -> tuple[Tensor, list[Tensor]]:
+def union_positions(pieces: Sequence[Tensor], size: int) -> tuple[Tensor, list[Tensor]]:
     arrays, count = [piece.contiguous().numpy() for piece in pieces], sum(piece.numel() for piece in pieces)
     united = None
     if size <= _BITS_PER_ID * count:
@@ -24,9 +24,9 @@ def union_places(pieces: Sequence[Tensor], size: int) -> tuple[Tensor, list[Tens
     elif len(pieces) <= _MAX_MERGED:
         united = _by_merge(arrays)
     if united is None:
-        return reference.union_places(pieces, size)
-    union, places = united
-    return as_tensor(union), [as_tensor(piece) for piece in places]
+        return reference.union_positions(pieces, size)
+    union, positions = united
+    return as_tensor(union), [as_tensor(piece) for piece in positions]
 
 
 def _by_bitmap(pieces: Sequence[np.ndarray], size: int) -> tuple[np.ndarray, list[np.ndarray]]:
@@ -38,16 +38,16 @@ def _by_bitmap(pieces: Sequence[np.ndarray], size: int) -> tuple[np.ndarray, lis
     count = _count_before(words, before)
     union = np.empty(count + ROOM, dtype=np.int64)
     list_ones(words, union)
-    places = [np.empty(ids.size, dtype=np.int64) for ids in pieces]
-    for ids, found in zip(pieces, places, strict=True):
-        _find_places(ids, words, before, found)
-    return union[:count], places
+    positions = [np.empty(ids.size, dtype=np.int64) for ids in pieces]
+    for ids, result in zip(pieces, positions, strict=True):
+        _find_positions(ids, words, before, result)
+    return union[:count], positions
 
 
 @njit
 def _set_bits(ids: np.ndarray, size: int, words: np.ndarray) -> bool:
-    for place in range(ids.size):
-        id = ids[place]
+    for index in range(ids.size):
+        id = ids[index]
         if id < 0 or id >= size:
             return False
         words[id >> 6] |= np.int64(1) << (id & 63)
@@ -64,23 +64,23 @@ def _count_before(words: np.ndarray, before: np.ndarray) -> int:
 
 
 @njit
-def _find_places(ids: np.ndarray, words: np.ndarray, before: np.ndarray, places: np.ndarray) -> None:
-    for place in range(ids.size):
-        id = ids[place]
+def _find_positions(ids: np.ndarray, words: np.ndarray, before: np.ndarray, positions: np.ndarray) -> None:
+    for index in range(ids.size):
+        id = ids[index]
         below = (np.int64(1) << (id & 63)) - np.int64(1)
-        places[place] = before[id >> 6] + popcount(words[id >> 6] & below)
+        positions[index] = before[id >> 6] + popcount(words[id >> 6] & below)
 
 
 def _by_merge(pieces: Sequence[np.ndarray]) -> tuple[np.ndarray, list[np.ndarray]] | None:
     ends = np.cumsum(np.array([ids.size for ids in pieces]))
     ids = np.concatenate(pieces)
-    union, places = np.empty(ids.size, dtype=np.int64), np.empty(ids.size, dtype=np.int64)
-    count = _merge(ids, np.concatenate([[0], ends[:-1]]), ends, union, places)
-    return (union[:count], np.split(places, ends[:-1])) if count >= 0 else None
+    union, positions = np.empty(ids.size, dtype=np.int64), np.empty(ids.size, dtype=np.int64)
+    count = _merge(ids, np.concatenate([[0], ends[:-1]]), ends, union, positions)
+    return (union[:count], np.split(positions, ends[:-1])) if count >= 0 else None
 
 
 @njit
-def _merge(ids: np.ndarray, heads: np.ndarray, ends: np.ndarray, union: np.ndarray, places: np.ndarray) -> int:
+def _merge(ids: np.ndarray, heads: np.ndarray, ends: np.ndarray, union: np.ndarray, positions: np.ndarray) -> int:
     """Unite pieces ids[heads[i] : ends[i]] and return the size of the union; -1 if one of them does not increase."""
     nothing = np.int64(9223372036854775807)
     smallest = np.full(heads.size, nothing)
@@ -97,7 +97,7 @@ def _merge(ids: np.ndarray, heads: np.ndarray, ends: np.ndarray, union: np.ndarr
         for piece in range(heads.size):
             if smallest[piece] == id:
                 head = heads[piece]
-                places[head] = count
+                positions[head] = count
                 heads[piece] = head + 1
                 smallest[piece] = ids[head + 1] if head + 1 < ends[piece] else nothing
                 if smallest[piece] <= id:

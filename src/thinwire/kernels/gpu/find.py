@@ -1,6 +1,6 @@
 """Search for non-zero rows, and bitmaps, on a GPU.
 
-A bitmap is int32 words [ceil(size / 32)], least significant bit first: its bytes are those of `pack_bits`. The search
+A bitmap is int32 words [ceil(size / 32)], least significant bit first: its bytes are as from `pack_bits`. The search
 for rows reads the tensor once and writes a bit for each row; then the bits of each block are counted, the counts added
 up by ``torch.cumsum``, and the ones listed.
 """
@@ -17,9 +17,7 @@ from thinwire.kernels.reference.rows import STACK_ALIGNMENT, row_words, stack_st
 
 _BLOCK_WORDS = 128  # so one program lists the ones among 4096 bits
 _BLOCK_IDS = 1024
-_TILE_WORDS = (
-    2048  # that a program reads at once; of 4096, rows of 200 bytes took 221 registers, and those of 6 spilled
-)
+_TILE_WORDS = 2048  # that a program reads at once; of 4096, rows of 200 bytes took 221 registers, and rows of 6 spilled
 
 
 def nonzero_rows(dense: Tensor) -> Tensor:
@@ -27,8 +25,8 @@ def nonzero_rows(dense: Tensor) -> Tensor:
     bitmap = _flag_rows((dense,))
     counts = _count(bitmap)
     ends = counts.cumsum(0)
-    found = int(ends[-1]) if ends.numel() else 0
-    return _list(bitmap, counts, ends, torch.empty(found, dtype=torch.int64, device=dense.device))
+    result = int(ends[-1]) if ends.numel() else 0
+    return _list(bitmap, counts, ends, torch.empty(result, dtype=torch.int64, device=dense.device))
 
 
 def find_rows(dense: Tensor, capacity: int, below: Sequence[Tensor] = ()) -> tuple[Tensor, Tensor]:
@@ -96,16 +94,16 @@ def _list(words: Tensor, counts: Tensor, ends: Tensor, ids: Tensor) -> Tensor:
 def _flag(words, bitmap, num_rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     first_row = tl.program_id(0).to(tl.int64) * ROWS
     row = first_row + tl.arange(0, ROWS)
-    found = tl.zeros([ROWS], dtype=tl.int32)
+    result = tl.zeros([ROWS], dtype=tl.int32)
     for first_column in range(0, width, COLUMNS):
         column = first_column + tl.arange(0, COLUMNS)
-        place = row[:, None] * width + column[None, :]
+        index = row[:, None] * width + column[None, :]
         if (first_row + ROWS <= num_rows) & (first_column + COLUMNS <= width):  # without a mask loads are of 128 bits
-            found |= tl.max((tl.load(words + place) != 0).to(tl.int32), axis=1)
+            result |= tl.max((tl.load(words + index) != 0).to(tl.int32), axis=1)
         else:
             inside = (row[:, None] < num_rows) & (column[None, :] < width)
-            found |= tl.max((tl.load(words + place, mask=inside, other=0) != 0).to(tl.int32), axis=1)
-    bits = tl.reshape(found, [ROWS // 32, 32]).to(tl.uint32) << tl.arange(0, 32).to(tl.uint32)[None, :]
+            result |= tl.max((tl.load(words + index, mask=inside, other=0) != 0).to(tl.int32), axis=1)
+    bits = tl.reshape(result, [ROWS // 32, 32]).to(tl.uint32) << tl.arange(0, 32).to(tl.uint32)[None, :]
     word = first_row // 32 + tl.arange(0, ROWS // 32)
     ones = tl.sum(bits, axis=1).to(tl.int32, bitcast=True)  # bits are apart, so their sum is their union
     tl.store(bitmap + word, ones, mask=word * 32 < num_rows)
@@ -113,8 +111,8 @@ def _flag(words, bitmap, num_rows, width, ROWS: tl.constexpr, COLUMNS: tl.conste
 
 @jit("ids", "num_ids", "size")
 def _set_bits(ids, words, num_ids, size, BLOCK: tl.constexpr):
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    id = tl.load(ids + place, mask=place < num_ids, other=-1)
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    id = tl.load(ids + index, mask=index < num_ids, other=-1)
     bit = (tl.full([BLOCK], 1, tl.uint32) << (id & 31).to(tl.uint32)).to(tl.int32, bitcast=True)
     tl.atomic_or(words + (id >> 5), bit, mask=(id >= 0) & (id < size), sem="relaxed")
 
@@ -122,8 +120,8 @@ def _set_bits(ids, words, num_ids, size, BLOCK: tl.constexpr):
 @jit("num_words")
 def _count_ones(words, counts, num_words, BLOCK: tl.constexpr):
     block = tl.program_id(0)
-    place = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    bits = tl.load(words + place, mask=place < num_words, other=0).to(tl.uint32, bitcast=True)
+    index = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    bits = tl.load(words + index, mask=index < num_words, other=0).to(tl.uint32, bitcast=True)
     bits = bits - ((bits >> 1) & 0x55555555)
     bits = (bits & 0x33333333) + ((bits >> 2) & 0x33333333)
     bits = (bits + (bits >> 4)) & 0x0F0F0F0F
@@ -134,8 +132,8 @@ def _count_ones(words, counts, num_words, BLOCK: tl.constexpr):
 def _list_ones(words, ends, counts, ids, num_words, capacity, BLOCK: tl.constexpr):
     block = tl.program_id(0)
     start = tl.load(ends + block) - tl.load(counts + block)
-    place = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    word = tl.load(words + place, mask=place < num_words, other=0)
+    index = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    word = tl.load(words + index, mask=index < num_words, other=0)
     ones = tl.reshape((word[:, None] >> tl.arange(0, 32)[None, :]) & 1, [BLOCK * 32])
     rank = start + tl.cumsum(ones, axis=0) - 1
     id = block.to(tl.int64) * (BLOCK * 32) + tl.arange(0, BLOCK * 32)

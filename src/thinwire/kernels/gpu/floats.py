@@ -23,9 +23,9 @@ _RUN = tl.constexpr(reference.SAMPLED_RUN)
 _RAW, _EQUAL, _FIXED, _FIXED_LOW, _VARIABLE = map(
     tl.constexpr, (reference.RAW, reference.EQUAL, reference.FIXED, reference.FIXED_LOW, reference.VARIABLE)
 )
-_WIDTHS = tl.constexpr(64)  # counts of widths, which are behind those of exponents
-_LOWS, _DIFFERENT = tl.constexpr(64), tl.constexpr(65)  # places of counts behind those of exponents
-# Of a chunk: mode, highest exponent and width, patches, low bits, and the places of these and of the rest.
+_WIDTHS = tl.constexpr(64)  # counts of widths, which are behind the counts of exponents
+_LOWS, _DIFFERENT = tl.constexpr(64), tl.constexpr(65)  # indices of counts behind the exponents
+# Of a chunk: mode, highest exponent and width, patches, low bits, and the offsets of these and of the rest.
 _FIELDS = tl.constexpr(8)
 _LANES = 32
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -64,15 +64,19 @@ def decode_floats(message: Tensor, out: Tensor) -> bool:
     records = torch.empty(chunks + 1, dtype=torch.int64, device=device)
     fields = torch.empty(chunks, _FIELDS.value, dtype=torch.int32, device=device)
     tables = torch.empty(chunks, 2, 256, dtype=torch.uint8, device=device)
-    places = torch.empty(3, streams, dtype=torch.int32, device=device)  # start, size, and bits of signs and mantissas
+    positions = torch.empty(
+        3, streams, dtype=torch.int32, device=device
+    )  # start, size, and bits of signs and mantissas
     classes = torch.empty(streams, _SEGMENT.value // 8, dtype=torch.int32, device=device)
     launch(_walk, 1, words, message, records, bad, message.numel(), chunks, num_warps=1)
-    launch(_parse, chunks, words, message, records, fields, tables, places, bad, num_values, chunks, **kind)
+    launch(_parse, chunks, words, message, records, fields, tables, positions, bad, num_values, chunks, **kind)
     launch(
-        _decode_streams, num_blocks(streams, _LANES), words, message, records, fields, tables, places, classes, bad,
+        _decode_streams, num_blocks(streams, _LANES), words, message, records, fields, tables, positions, classes, bad,
         num_values, chunks, LANES=_LANES, num_warps=1, M=kind["M"],
     )  # fmt: skip
-    launch(_merge, segments, words, message, records, fields, places, classes, words, bad, num_values, chunks, **kind)
+    launch(
+        _merge, segments, words, message, records, fields, positions, classes, words, bad, num_values, chunks, **kind
+    )
     halves = words.view(torch.int16)
     launch(_patch, chunks, words, message, records, fields, halves, bad, num_values, **kind)
     return not bool(bad)
@@ -104,7 +108,7 @@ def _choose_codes(
     """Choose the codes of every ``stride``-th chunk from ``limit`` values; return fields, codes and costs of these.
 
     Args:
-        whole: whether all values of a chunk, not those of the sample, say if it is of equal ones.
+        whole: whether all values of a chunk, not its sample, say if it is of equal ones.
     """
     device = words.device
     counts = torch.zeros(chunks, (1 << kind["E"]) + _DIFFERENT.value + 1, dtype=torch.int32, device=device)
@@ -125,9 +129,9 @@ def _logarithms(device: torch.device) -> Tensor:
 
 
 @jit()
-def _load(words, place, inside, LAST: tl.constexpr):
+def _load(words, index, inside, LAST: tl.constexpr):
     """Return words, of which ``LAST`` is the last bit, as unsigned integers of 32 or 64 bits."""
-    word = tl.load(words + place, mask=inside, other=0)
+    word = tl.load(words + index, mask=inside, other=0)
     return word.to(tl.uint64) if LAST == 63 else word.to(tl.uint32) & ((2 << LAST) - 1)
 
 
@@ -168,11 +172,11 @@ def _count(words, counts, num_values, stride, limit, M: tl.constexpr, E: tl.cons
     row = tl.program_id(0) // _SEGMENTS
     start = row.to(tl.int64) * stride * _CHUNK
     size = tl.minimum(num_values - start, _CHUNK).to(tl.int32)
-    place = tl.program_id(0) % _SEGMENTS * _SEGMENT + tl.arange(0, _SEGMENT)
+    index = tl.program_id(0) % _SEGMENTS * _SEGMENT + tl.arange(0, _SEGMENT)
     every = 1 + (size - 1) // limit
-    sampled = (place < size) & (place // _RUN % every == place // _RUN // every % every)
-    read = (place < size) if WHOLE else sampled
-    word = _load(words, start + place, read, M + E)
+    sampled = (index < size) & (index // _RUN % every == index // _RUN // every % every)
+    read = (index < size) if WHOLE else sampled
+    word = _load(words, start + index, read, M + E)
     row_counts = counts + row.to(tl.int64) * ((1 << E) + _DIFFERENT + 1)
     histogram = tl.histogram(_exponent(word, M, E), 1 << E, mask=sampled)
     tl.atomic_add(row_counts + tl.arange(0, 1 << E), histogram, mask=histogram > 0, sem="relaxed")
@@ -188,10 +192,10 @@ def _count(words, counts, num_values, stride, limit, M: tl.constexpr, E: tl.cons
 
 @jit()
 def _highest_of_window(counts, SIZE: tl.constexpr, WINDOW: tl.constexpr):
-    place = tl.arange(0, SIZE)
+    index = tl.arange(0, SIZE)
     total = tl.zeros([SIZE], dtype=tl.int32)
     for before in tl.static_range(WINDOW):
-        total += tl.load(counts + place - before, mask=place > before, other=0)
+        total += tl.load(counts + index - before, mask=index > before, other=0)
     return tl.where(tl.max(total, axis=0) > 0, tl.argmax(total, axis=0), 1)
 
 
@@ -236,7 +240,7 @@ def _codes(length):
 
 @jit()
 def _choose(counts, logarithms, fields, codes, costs, M: tl.constexpr, E: tl.constexpr):
-    """Choose as `reference.choose_code`; a code and its length are in one integer."""
+    """Choose as `kernels.cpu.floats` does; a code and its length are in one integer."""
     chunk = tl.program_id(0).to(tl.int64)
     counts += chunk * ((1 << E) + _DIFFERENT + 1)
     total = tl.sum(tl.load(counts + tl.arange(0, 1 << E)), axis=0)
@@ -287,9 +291,9 @@ def _measure(words, fields, codes, measured, num_values, chunks, M: tl.constexpr
     chunk, columns = segment // _SEGMENTS, chunks.to(tl.int64) * _SEGMENTS
     mode = tl.load(fields + _FIELDS * chunk)
     if mode >= _FIXED:
-        place = segment * _SEGMENT + tl.arange(0, _SEGMENT)
-        inside = place < num_values
-        word = _load(words, place, inside, M + E)
+        index = segment * _SEGMENT + tl.arange(0, _SEGMENT)
+        inside = index < num_values
+        word = _load(words, index, inside, M + E)
         exponent = _exponent(word, M, E)
         exponent_class = _class_of_exponent(exponent, tl.load(fields + _FIELDS * chunk + 1))
         bits = tl.load(codes + 32 * chunk + exponent_class, mask=inside, other=0) >> 8
@@ -381,7 +385,7 @@ def _write(words, fields, codes, measured, sizes, ends, message, num_values, chu
     measured += segment
     mode, highest, highest_width = tl.load(fields), tl.load(fields + 1), tl.load(fields + 2)
     record = tl.load(sizes + chunk)
-    start = (tl.load(ends + chunk) - record) * 8  # all places are in bits
+    start = (tl.load(ends + chunk) - record) * 8  # all positions are in bits
     one = tl.arange(0, 2)
     if number == 0:
         _put(
@@ -399,9 +403,9 @@ def _write(words, fields, codes, measured, sizes, ends, message, num_values, chu
         patched = inside & (exponent_class == 15) & (exponent > 0)
         num_patched, num_lows = tl.load(fields + 3), tl.load(fields + 4)
         at = start + 8 * tl.load(fields + 5)
-        place = at + 16 * (tl.load(measured + 7 * columns) + tl.cumsum(patched.to(tl.int32), axis=0) - 1)
-        _put(message, place, index.to(tl.uint64), patched)
-        _put(message, place + 16 * num_patched, exponent.to(tl.uint64), patched)
+        position = at + 16 * (tl.load(measured + 7 * columns) + tl.cumsum(patched.to(tl.int32), axis=0) - 1)
+        _put(message, position, index.to(tl.uint64), patched)
+        _put(message, position + 16 * num_patched, exponent.to(tl.uint64), patched)
         at += 32 * num_patched
         rest = start + 8 * tl.load(fields + 6)
         if mode == _VARIABLE:
@@ -413,8 +417,8 @@ def _write(words, fields, codes, measured, sizes, ends, message, num_values, chu
             mantissa = (word & ((1 << M) - 1)).to(tl.uint64)
             known = (mantissa >> (M - width).to(tl.uint64)) & 0xFFFFFFFFFFFFFFFE
             verbatim = tl.where(width_class == 14, mantissa << 1, known) | (word >> (M + E)).to(tl.uint64)
-            place = rest + tl.load(measured + 9 * columns) + tl.cumsum(bits, axis=0) - bits
-            _put(message, place, verbatim, inside)
+            position = rest + tl.load(measured + 9 * columns) + tl.cumsum(bits, axis=0) - bits
+            _put(message, position, verbatim, inside)
         elif M == 7 or M == 23:
             top = (word >> (M + E - 15)).to(tl.int32)
             length = tl.where(inside, 8, 0)
@@ -427,9 +431,9 @@ def _write(words, fields, codes, measured, sizes, ends, message, num_values, chu
                     _put(message, rest + 8 * size + 16 * index, low, inside)
                 else:
                     has = inside & (low != 0)
-                    place = at + 16 * (tl.load(measured + 8 * columns) + tl.cumsum(has.to(tl.int32), axis=0) - 1)
-                    _put(message, place, index.to(tl.uint64), has)
-                    _put(message, place + 16 * num_lows, low, has)
+                    position = at + 16 * (tl.load(measured + 8 * columns) + tl.cumsum(has.to(tl.int32), axis=0) - 1)
+                    _put(message, position, index.to(tl.uint64), has)
+                    _put(message, position + 16 * num_lows, low, has)
         planes = tl.where(mode == _VARIABLE, 2, 1)
         if number == 0:
             field = tl.arange(0, 4)
@@ -440,8 +444,8 @@ def _write(words, fields, codes, measured, sizes, ends, message, num_values, chu
             _put(message, start + 96 + 4 * half, value.to(tl.uint64), half < 16 * planes)
         count = (size + _SEGMENT - 1) // _SEGMENT
         value = tl.load(measured + one * columns, mask=one < planes, other=0)
-        place = start + 8 * (12 + 8 * planes) + 16 * (one * count + number)
-        _put(message, place, value.to(tl.uint64), one < planes)
+        position = start + 8 * (12 + 8 * planes) + 16 * (one * count + number)
+        _put(message, position, value.to(tl.uint64), one < planes)
 
 
 @jit()
@@ -470,7 +474,7 @@ def _walk(message, records, bad, size, chunks):
 
 
 @jit("message", "num_values", "chunks")
-def _parse(message, records, fields, tables, places, bad, num_values, chunks, M: tl.constexpr, E: tl.constexpr):
+def _parse(message, records, fields, tables, positions, bad, num_values, chunks, M: tl.constexpr, E: tl.constexpr):
     """Check a record; of a wrong one the mode is -1, its streams are empty, and nothing of it is read."""
     chunk = tl.program_id(0).to(tl.int64)
     columns = chunks.to(tl.int64) * _SEGMENTS
@@ -496,8 +500,8 @@ def _parse(message, records, fields, tables, places, bad, num_values, chunks, M:
     for plane in tl.static_range(2):
         has = segment < tl.where(plane < planes, count, 0)
         each = _bytes(message, start + 12 + 8 * planes + 2 * (plane * count + segment), end, has, 2).to(tl.int32)
-        tl.store(places + plane * columns + chunk * _SEGMENTS + segment, at + tl.cumsum(each, axis=0) - each)
-        tl.store(places + (2 + plane) * columns + chunk * _SEGMENTS + segment, each)
+        tl.store(positions + plane * columns + chunk * _SEGMENTS + segment, at + tl.cumsum(each, axis=0) - each)
+        tl.store(positions + (2 + plane) * columns + chunk * _SEGMENTS + segment, each)
         at += tl.sum(each, axis=0)
         fits = fits & (tl.max(each, axis=0) <= _SEGMENT)
         index = tl.arange(0, 16)
@@ -530,7 +534,7 @@ def _parse(message, records, fields, tables, places, bad, num_values, chunks, M:
 
 @jit("message", "num_values", "chunks")
 def _decode_streams(
-    message, records, fields, tables, places, classes, bad, num_values, chunks, LANES: tl.constexpr, M: tl.constexpr
+    message, records, fields, tables, positions, classes, bad, num_values, chunks, LANES: tl.constexpr, M: tl.constexpr
 ):  # fmt: skip
     """Decode a stream a lane, four classes from one look at the message, and eight to a word of the result."""
     columns = chunks.to(tl.int64) * _SEGMENTS
@@ -543,8 +547,8 @@ def _decode_streams(
     there = there & ((mode == _VARIABLE) | (mode >= _FIXED) & (plane == 0))
     count = tl.minimum(num_values - segment * _SEGMENT, _SEGMENT).to(tl.int32)
     count = tl.where(there, tl.maximum(count, 0), 0)
-    size = tl.load(places + 2 * columns + lane, mask=there, other=0)
-    start = tl.load(records + chunk, mask=there, other=0) + tl.load(places + lane, mask=there, other=0)
+    size = tl.load(positions + 2 * columns + lane, mask=there, other=0)
+    start = tl.load(records + chunk, mask=there, other=0) + tl.load(positions + lane, mask=there, other=0)
     table = tables + (2 * chunk + plane) * 256
     at = tl.zeros([LANES], dtype=tl.int32)
     verbatim = tl.zeros([LANES], dtype=tl.int32)
@@ -560,13 +564,15 @@ def _decode_streams(
                 window = window >> (entry >> 4).to(tl.uint64)
                 verbatim += tl.where(live, _verbatim_bits(entry & 15, highest, M), 0)
         tl.store(classes + lane * (_SEGMENT // 8) + step // 8, packed.to(tl.int32, bitcast=True), mask=step < count)
-    tl.store(places + 4 * columns + lane, verbatim, mask=there)
+    tl.store(positions + 4 * columns + lane, verbatim, mask=there)
     wrong = tl.max((there & ((at + 7) >> 3 != size)).to(tl.int32), axis=0)
     tl.atomic_or(bad, wrong, sem="relaxed")
 
 
 @jit("message", "words", "num_values", "chunks")
-def _merge(message, records, fields, places, classes, words, bad, num_values, chunks, M: tl.constexpr, E: tl.constexpr):
+def _merge(
+    message, records, fields, positions, classes, words, bad, num_values, chunks, M: tl.constexpr, E: tl.constexpr
+):
     """Put the words of a segment together."""
     segment = tl.program_id(0).to(tl.int64)
     chunk, columns = segment // _SEGMENTS, chunks.to(tl.int64) * _SEGMENTS
@@ -595,7 +601,7 @@ def _merge(message, records, fields, places, classes, words, bad, num_values, ch
             bits = tl.where(inside, _verbatim_bits(width_class, highest_width, M), 0)
             each = tl.arange(0, _SEGMENTS)
             has = each * _SEGMENT < size
-            each_bits = tl.load(places + 5 * columns + chunk * _SEGMENTS + each, mask=has, other=0)
+            each_bits = tl.load(positions + 5 * columns + chunk * _SEGMENTS + each, mask=has, other=0)
             before = tl.sum(tl.where(each < number, each_bits, 0), axis=0)
             wrong = (tl.sum(each_bits, axis=0) + 7) >> 3 != (end - rest).to(tl.int32)
             tl.atomic_or(bad, wrong.to(tl.int32), sem="relaxed")
@@ -625,14 +631,14 @@ def _patch(message, records, fields, halves, bad, num_values, M: tl.constexpr, E
         count = tl.load(fields + _FIELDS * chunk + 3 + kind)
         for first in range(0, count, _SEGMENT):
             number = first + tl.arange(0, _SEGMENT)
-            place = _bytes(message, at + 2 * number, end, number < count, 2).to(tl.int32)
+            index = _bytes(message, at + 2 * number, end, number < count, 2).to(tl.int32)
             patch = _bytes(message, at + 2 * (count + number), end, number < count, 2).to(tl.int32)
-            inside = (number < count) & (place < size)
+            inside = (number < count) & (index < size)
             following = _bytes(message, at + 2 * number + 2, end, number < count - 1, 2).to(tl.int32)
             following = tl.where(number < count - 1, following, size)
-            wrong = tl.max(((number < count) & (place >= following)).to(tl.int32), axis=0)
+            wrong = tl.max(((number < count) & (index >= following)).to(tl.int32), axis=0)
             tl.atomic_or(bad, wrong, sem="relaxed")
-            half = halves + (chunk * _CHUNK + place) * ((M + E + 1) // 16)
+            half = halves + (chunk * _CHUNK + index) * ((M + E + 1) // 16)
             if kind == 0:
                 half += (M + E + 1) // 16 - 1
                 kept = tl.load(half, mask=inside, other=0).to(tl.int32) & (0xFFFF ^ ((1 << E) - 1) << (15 - E))

@@ -27,8 +27,8 @@ def deal_rows(ids: Tensor, num_rows: int, world_size: int, seed: int) -> tuple[T
     counts = torch.zeros(world_size, dtype=torch.int64, device=ids.device)
     programs = num_blocks(ids.numel(), _BLOCK)
     launch(_owners, programs, ids, ids, owners, counts, ids.numel(), num_rows, *_words(seed), world_size, BLOCK=_BLOCK)
-    places = owners.sort(stable=True)[1]  # padding has the owner ``world_size``, and so is last
-    return ids[places], places, counts
+    positions = owners.sort(stable=True)[1]  # padding has the owner ``world_size``, and so is last
+    return ids[positions], positions, counts
 
 
 def _words(seed: int) -> tuple[int, int]:
@@ -54,19 +54,19 @@ def _rotation(groups, seed_low, seed_high, world_size):
 
 @jit("positions", "num_ids", "owner", "seed_low", "seed_high", "world_size")
 def _dealt_ids(positions, ids, num_ids, owner, seed_low, seed_high, world_size, BLOCK: tl.constexpr):
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    position = tl.load(positions + place, mask=place < num_ids, other=0)
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    position = tl.load(positions + index, mask=index < num_ids, other=0)
     rest = (owner + world_size - _rotation(position, seed_low, seed_high, world_size)) % world_size
-    tl.store(ids + place, position * world_size + rest, mask=place < num_ids)
+    tl.store(ids + index, position * world_size + rest, mask=index < num_ids)
 
 
 @jit("ids", "num_ids", "num_rows", "seed_low", "seed_high", "world_size")
 def _owners(ids, owners, counts, num_ids, num_rows, seed_low, seed_high, world_size, BLOCK: tl.constexpr):
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    id = tl.load(ids + place, mask=place < num_ids, other=-1)
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    id = tl.load(ids + index, mask=index < num_ids, other=-1)
     inside = (id >= 0) & (id < num_rows)
     group = id // world_size
     owner = id - group * world_size + _rotation(group, seed_low, seed_high, world_size)
     owner = tl.where(owner >= world_size, owner - world_size, owner)
-    tl.store(owners + place, tl.where(inside, owner, world_size).to(owners.dtype.element_ty), mask=place < num_ids)
+    tl.store(owners + index, tl.where(inside, owner, world_size).to(owners.dtype.element_ty), mask=index < num_ids)
     tl.atomic_add(counts + owner, tl.full([BLOCK], 1, tl.int64), mask=inside, sem="relaxed")

@@ -26,12 +26,12 @@ _ACCUMULATORS = {
 }
 
 
-def gather_rows(values: Tensor, places: Tensor, out: Tensor | None = None) -> Tensor:
+def gather_rows(values: Tensor, positions: Tensor, out: Tensor | None = None) -> Tensor:
     """Gather rows as the reference."""
-    gathered = values.new_empty(places.numel(), values.shape[1]) if out is None else out
-    if not _alike(gathered, values, places):
-        return reference.gather_rows(values, places, out)
-    _copy(_gather, gathered, values, places)
+    gathered = values.new_empty(positions.numel(), values.shape[1]) if out is None else out
+    if not _alike(gathered, values, positions):
+        return reference.gather_rows(values, positions, out)
+    _copy(_gather, gathered, values, positions)
     return gathered
 
 
@@ -43,13 +43,13 @@ def scatter_rows(dense: Tensor, ids: Tensor, values: Tensor) -> Tensor:
     return dense
 
 
-def take_rows(values: Tensor, places: Tensor, out: Tensor | None = None) -> Tensor:
+def take_rows(values: Tensor, positions: Tensor, out: Tensor | None = None) -> Tensor:
     """Gather rows as the reference."""
     values = values.contiguous()
-    taken = values.new_empty(places.numel(), values.shape[1]) if out is None else out
-    if not _alike(taken, values, places):
-        return reference.take_rows(values, places, out)
-    _copy(_gather, taken, values, places, keeps=out is not None)
+    taken = values.new_empty(positions.numel(), values.shape[1]) if out is None else out
+    if not _alike(taken, values, positions):
+        return reference.take_rows(values, positions, out)
+    _copy(_gather, taken, values, positions, keeps=out is not None)
     return taken
 
 
@@ -123,13 +123,13 @@ def _sum(order: Tensor, firsts: Tensor, count: Tensor, values: Tensor, dtype: to
     return total.to(dtype)
 
 
-def _alike(some: Tensor, all_rows: Tensor, places: Tensor) -> bool:
+def _alike(some: Tensor, all_rows: Tensor, positions: Tensor) -> bool:
     """Return whether rows can be moved as integers; other tensors go to the reference."""
-    same = some.dtype == all_rows.dtype and some.shape == (places.numel(), *all_rows.shape[1:])
-    return same and places.dtype == torch.int64 and some.is_contiguous() and all_rows.is_contiguous()
+    same = some.dtype == all_rows.dtype and some.shape == (positions.numel(), *all_rows.shape[1:])
+    return same and positions.dtype == torch.int64 and some.is_contiguous() and all_rows.is_contiguous()
 
 
-def _copy(kernel: object, target: Tensor, source: Tensor, places: Tensor, keeps: bool = False) -> None:
+def _copy(kernel: object, target: Tensor, source: Tensor, positions: Tensor, keeps: bool = False) -> None:
     """Copy rows as the widest integers that divide them and both addresses; without ``keeps``, gather zeros, too."""
     if not target.numel() or not source.numel():
         if kernel is _gather and not keeps:
@@ -139,51 +139,51 @@ def _copy(kernel: object, target: Tensor, source: Tensor, places: Tensor, keeps:
     word = min((each.dtype for each in words), key=lambda dtype: dtype.itemsize)
     target, source = (matrix.view(-1).view(word).view(matrix.shape[0], -1) for matrix in (target, source))
     rows, some = (target.shape[0], source) if kernel is _scatter else (source.shape[0], target)
-    num_places, width = some.shape
+    num_positions, width = some.shape
     tile = tiles(width, _TILE) | ({"KEEPS": keeps} if kernel is _gather else {})
-    programs = num_blocks(num_places, tile["ROWS"])
-    launch(kernel, programs, some, source, target, places.contiguous(), num_places, rows, width, **tile)
+    programs = num_blocks(num_positions, tile["ROWS"])
+    launch(kernel, programs, some, source, target, positions.contiguous(), num_positions, rows, width, **tile)
 
 
-@jit("places", "num_places", "num_rows")
+@jit("positions", "num_positions", "num_rows")
 def _gather(
-    source, target, places, num_places, num_rows, width,
+    source, target, positions, num_positions, num_rows, width,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, KEEPS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    place = tl.load(places + row, mask=row < num_places, other=-1)
-    there = (place >= 0) & (place < num_rows)
-    written = (row < num_places) & there if KEEPS else row < num_places
+    index = tl.load(positions + row, mask=row < num_positions, other=-1)
+    there = (index >= 0) & (index < num_rows)
+    written = (row < num_positions) & there if KEEPS else row < num_positions
     for first in range(0, width, COLUMNS):
         column = first + tl.arange(0, COLUMNS)[None, :]
         inside = written[:, None] & (column < width)
-        word = tl.load(source + place[:, None] * width + column, mask=inside & there[:, None], other=0)
+        word = tl.load(source + index[:, None] * width + column, mask=inside & there[:, None], other=0)
         tl.store(target + row[:, None] * width + column, word, mask=inside)
 
 
-@jit("places", "num_places", "num_rows")
-def _scatter(source, target, places, num_places, num_rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+@jit("positions", "num_positions", "num_rows")
+def _scatter(source, target, positions, num_positions, num_rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    place = tl.load(places + row, mask=row < num_places, other=-1)
-    there = (place >= 0) & (place < num_rows)
+    index = tl.load(positions + row, mask=row < num_positions, other=-1)
+    there = (index >= 0) & (index < num_rows)
     for first in range(0, width, COLUMNS):
         column = first + tl.arange(0, COLUMNS)[None, :]
         inside = there[:, None] & (column < width)
         word = tl.load(source + row[:, None] * width + column, mask=inside, other=0)
-        tl.store(target + place[:, None] * width + column, word, mask=inside)
+        tl.store(target + index[:, None] * width + column, word, mask=inside)
 
 
 @jit("num_ids", "capacity", "padding")
 def _note_runs(ids, ranks, union, firsts, count, num_ids, capacity, padding, BLOCK: tl.constexpr):
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = place < num_ids
-    id = tl.load(ids + place, mask=inside, other=0)
-    run = tl.load(ranks + place, mask=inside, other=0) - 1
-    before = tl.load(ranks + place - 1, mask=inside & (place > 0), other=0) - 1
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = index < num_ids
+    id = tl.load(ids + index, mask=inside, other=0)
+    run = tl.load(ranks + index, mask=inside, other=0) - 1
+    before = tl.load(ranks + index - 1, mask=inside & (index > 0), other=0) - 1
     is_first = inside & (run != before)
-    tl.store(firsts + run, place, mask=is_first & (run <= capacity))
+    tl.store(firsts + run, index, mask=is_first & (run <= capacity))
     tl.store(union + run, id, mask=is_first & (run < capacity))
-    tl.store(count + place * 0, run + (id < padding), mask=place == num_ids - 1)
+    tl.store(count + index * 0, run + (id < padding), mask=index == num_ids - 1)
 
 
 @jit("count", "num_sums")
@@ -201,8 +201,8 @@ def _add_runs(
     for done in range(0, tl.max(end - first, axis=0), AHEAD):
         for ahead in tl.static_range(AHEAD):
             at = first + done + ahead
-            place = tl.load(order + at, mask=at < end, other=0)
+            index = tl.load(order + at, mask=at < end, other=0)
             mask = (at < end)[:, None] & (column < width)
-            value = tl.load(values + place[:, None] * width + column, mask=mask, other=0)
+            value = tl.load(values + index[:, None] * width + column, mask=mask, other=0)
             added = tl.where(mask, added + value.to(total.dtype.element_ty), added)
     tl.store(total + row[:, None] * width + column, added, mask=(row < num_sums)[:, None] & (column < width))

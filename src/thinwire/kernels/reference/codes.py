@@ -47,7 +47,7 @@ def unpack_bits(bitmap: Tensor) -> Tensor:
 
 @lru_cache(maxsize=4096)
 def elias_fano_bytes(count: int, size: int) -> int:
-    """Return the exact bytes of ``count`` positions below ``size`` in Elias-Fano coding; at most those of a bitmap."""
+    """Return the exact bytes of ``count`` positions below ``size`` in Elias-Fano coding; at most a bitmap's."""
     return _elias_fano_bytes(count, size, elias_fano_low_bits(count, size)) if count else 0
 
 

@@ -1,8 +1,6 @@
-"""Signs, blocks of small integers and powers of two in plain torch: the definition of correct, on any device."""
+"""Signs, blocks of small integers and short floats in plain torch: the definition of correct, on any device."""
 
 from __future__ import annotations
-
-import math
 
 import torch
 from torch import Tensor
@@ -10,7 +8,6 @@ from torch import Tensor
 from thinwire.kernels.reference.rows import mix
 
 RANDOM_BITS = 24  # bits of a random number, the number that a float32 holds, so that comparisons are exact
-POWER_CODES = 127  # powers of two that natural compression tells apart; code 0 is zero
 _INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
 _MANTISSA_BITS = {torch.float32: 23, torch.float64: 52}
 
@@ -105,26 +102,39 @@ def add_quantized(packed: Tensor, steps: Tensor, block: int, levels: int, bits: 
     total.add_(multiples.mul(steps[:, None]).view(-1)[: total.numel()])
 
 
-def round_to_powers(values: Tensor, base: int, seed: int) -> Tensor:
-    """Round ``values`` [n] at random to the power of two below or above, such that the expectation is the value.
+def round_to_floats(values: Tensor, mantissa_bits: int, lowest: int, largest_code: int, seed: int | None) -> Tensor:
+    """Round ``values`` [n] to floats with few bits of mantissa; at random, such that the expectation is the value.
 
-    Codes 1 to 127 stand for the exponents ``base`` + 1 to ``base`` + 127, biased as in the number format, 0 for zero.
-    A value below the smallest power, denormal or not, becomes that power or zero; the expectation is then right to
-    2^-24 of that power. Values above the largest power, infinity and nan always become the largest power.
+    Codes count the magnitudes of a format from zero up, as the bits of IEEE 754 do: an exponent and a mantissa. Below
+    the first normal number they are equidistant. Values above the largest number, infinity and nan become that.
 
-    Returns uint8 [n]: the sign in the highest bit, the code below.
+    Args:
+        values: float32 or float64; float64 needs at most 20 bits of mantissa.
+        mantissa_bits: stored bits of the mantissa, fewer than values have; 0 for powers of two.
+        lowest: exponent of the first normal number, biased as in the dtype of the values.
+        largest_code: code of the largest number, at most 127.
+        seed: seed of stochastic rounding, 64 bits; None rounds to the nearest, ties to even.
+
+    Returns:
+        uint8 [n]: the sign in the highest bit, the code below.
     """
-    mantissa_bits, integer = _MANTISSA_BITS[values.dtype], _INTEGERS[values.dtype]
-    hashed = mix(torch.arange(values.numel(), device=values.device), seed)
-    magnitude = values.abs().nan_to_num_(nan=math.inf, posinf=math.inf)
-    fraction = hashed << (mantissa_bits - 32) if mantissa_bits > 32 else hashed >> (32 - mantissa_bits)
-    exponents = (magnitude.view(integer) + fraction.to(integer)) >> mantissa_bits
-    codes = (exponents - base).clamp_(0, POWER_CODES)
-    smallest = _power(base + 1, values)
-    random = (hashed >> (32 - RANDOM_BITS)).to(values.dtype)
-    from_below = random.mul_(smallest) < magnitude * 2.0**RANDOM_BITS  # divided, the smallest could vanish
-    codes = torch.where(magnitude < smallest, from_below.to(integer), codes)
-    return (codes | torch.signbit(values).to(integer) << 7).to(torch.uint8)
+    stored, integer = _MANTISSA_BITS[values.dtype], _INTEGERS[values.dtype]
+    words = values.view(integer).long()
+    finite = torch.tensor(torch.finfo(values.dtype).max, dtype=values.dtype).view(integer)
+    magnitudes = (words & torch.iinfo(integer).max).clamp_(max=int(finite))
+    exponents = (magnitudes >> stored).clamp_(min=1)
+    significands = magnitudes - (exponents - 1 << stored)
+    most = 8 * values.itemsize - 2
+    drop = (lowest - exponents).clamp_(min=0).add_(stored - mantissa_bits)
+    significands >>= (drop - most).clamp_(0, most)  # of what rounds up less than once in 2^30
+    drop.clamp_(max=most)
+    if seed is None:
+        extra = (1 << drop - 1) - 1 + (significands >> drop & 1)
+    else:
+        hashed = mix(torch.arange(values.numel(), device=values.device), seed)
+        extra = hashed >> 32 - drop if most < 32 else hashed << drop - 32
+    codes = (exponents.clamp_(min=lowest) - lowest << mantissa_bits) + (significands + extra >> drop)
+    return (codes.clamp_(max=largest_code) | (words < 0).long() << 7).to(torch.uint8)
 
 
 def add_from_table(codes: Tensor, table: Tensor, steps: Tensor, block: int, total: Tensor) -> None:
@@ -139,12 +149,6 @@ def add_from_table(codes: Tensor, table: Tensor, steps: Tensor, block: int, tota
 def _random(count: int, seed: int, like: Tensor) -> Tensor:
     """Return random whole numbers in [0, 2^24), as floats."""
     return (mix(torch.arange(count, device=like.device), seed) >> (32 - RANDOM_BITS)).to(like.dtype)
-
-
-def _power(exponent: int, like: Tensor) -> Tensor:
-    """Return the power of two with this biased exponent."""
-    bits = torch.tensor(exponent << _MANTISSA_BITS[like.dtype], dtype=_INTEGERS[like.dtype], device=like.device)
-    return bits.view(like.dtype)
 
 
 def _blocked(values: Tensor, block: int) -> Tensor:

@@ -66,8 +66,8 @@ def find_rows(dense: Tensor, capacity: int, below: Sequence[Tensor] = ()) -> tup
     """
     matrices = (dense, *below)
     *starts, num_rows = stack_starts([matrix.shape[0] for matrix in matrices])
-    found = torch.cat([nonzero_rows(matrix) + start for matrix, start in zip(matrices, starts, strict=True)])
-    return _padded(found, capacity, num_rows), found.new_full((1,), found.numel())
+    result = torch.cat([nonzero_rows(matrix) + start for matrix, start in zip(matrices, starts, strict=True)])
+    return _padded(result, capacity, num_rows), result.new_full((1,), result.numel())
 
 
 def find_bits(bitmap: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
@@ -100,15 +100,17 @@ def row_words(matrix: Tensor) -> Tensor:
     return matrix.view(-1).view(word).view(matrix.shape[0], row_bytes // size)  # flat: a single row has any stride
 
 
-def gather_rows(values: Tensor, places: Tensor, out: Tensor | None = None) -> Tensor:
-    """Gather the rows ``places`` int64 [k] of ``values`` [num_rows, width] into [k, width], into ``out`` if given.
+def gather_rows(values: Tensor, positions: Tensor, out: Tensor | None = None) -> Tensor:
+    """Gather the rows ``positions`` int64 [k] of ``values`` [num_rows, width] into [k, width], into ``out`` if given.
 
     ``out`` may be part of a payload, so that rows are read once and written once.
 
     Raises:
         IndexError: an index is not that of a row.
     """
-    return torch.index_select(values, 0, places) if out is None else torch.index_select(values, 0, places, out=out)
+    return (
+        torch.index_select(values, 0, positions) if out is None else torch.index_select(values, 0, positions, out=out)
+    )
 
 
 def scatter_rows(dense: Tensor, ids: Tensor, values: Tensor) -> Tensor:
@@ -120,11 +122,11 @@ def scatter_rows(dense: Tensor, ids: Tensor, values: Tensor) -> Tensor:
     return dense.index_copy_(0, ids, values)
 
 
-def take_rows(values: Tensor, places: Tensor, out: Tensor | None = None) -> Tensor:
-    """Gather the rows ``places`` int64 [k] of ``values`` [num_rows, width]; zeros for places that are no rows.
+def take_rows(values: Tensor, positions: Tensor, out: Tensor | None = None) -> Tensor:
+    """Gather the rows ``positions`` int64 [k] of ``values`` [num_rows, width]; zeros for positions that are no rows.
 
     Args:
-        out: contiguous, [k, width], to write them to; it keeps what it has for places that are no rows.
+        out: contiguous, [k, width], to write them to; it keeps what it has for positions that are no rows.
 
     Example:
         >>> take_rows(torch.tensor([[1.0], [2.0]]), torch.tensor([1, -1, 2]))
@@ -132,9 +134,9 @@ def take_rows(values: Tensor, places: Tensor, out: Tensor | None = None) -> Tens
                 [0.],
                 [0.]])
     """
-    taken = values.new_zeros(places.numel(), *values.shape[1:]) if out is None else out
-    inside = _inside(places, values.shape[0])
-    taken[inside] = values[places[inside]]
+    taken = values.new_zeros(positions.numel(), *values.shape[1:]) if out is None else out
+    inside = _inside(positions, values.shape[0])
+    taken[inside] = values[positions[inside]]
     return taken
 
 
@@ -180,8 +182,8 @@ def sum_rows(pieces: Sequence[tuple[Tensor, Tensor]], scale: float = 1.0) -> tup
     equal bits on every rank and in every run.
     """
     values = pieces[0][1]
-    ids, places = _union([ids for ids, _ in pieces])
-    placed = zip(places, (values for _, values in pieces), strict=True)
+    ids, positions = _union([ids for ids, _ in pieces])
+    placed = zip(positions, (values for _, values in pieces), strict=True)
     return ids, sum_rows_at(placed, ids.numel(), values.shape[1], values.dtype, scale)
 
 
@@ -193,32 +195,32 @@ def sum_rows_at(
     Pieces are read from the iterable one by one, so that later ones can still be arriving.
     """
     total = torch.zeros(num_rows, width, dtype=_ACCUMULATE.get(dtype, dtype))
-    for places, values in pieces:
+    for positions, values in pieces:
         total = total.to(values.device)
         if values.is_cuda:  # where index_add_ adds rows of equal indices in any order
-            total.index_put_((places,), values.to(total.dtype), accumulate=True)
+            total.index_put_((positions,), values.to(total.dtype), accumulate=True)
         else:
-            total.index_add_(0, places, values.to(total.dtype))
+            total.index_add_(0, positions, values.to(total.dtype))
     if scale != 1.0:
         total.mul_(scale)
     return total.to(dtype)
 
 
-def union_places(pieces: Sequence[Tensor], size: int) -> tuple[Tensor, list[Tensor]]:
+def union_positions(pieces: Sequence[Tensor], size: int) -> tuple[Tensor, list[Tensor]]:
     """Return the sorted union of ids int64 in [0, size), and for each piece the indices of its ids in that union.
 
     Ids of a piece may repeat and be unsorted; increasing ones are faster where they are few.
 
     Example:
-        >>> union_places([torch.tensor([2, 7]), torch.tensor([1, 7])], size=8)
+        >>> union_positions([torch.tensor([2, 7]), torch.tensor([1, 7])], size=8)
         (tensor([1, 2, 7]), [tensor([1, 2]), tensor([0, 2])])
     """
     return _union(pieces)
 
 
 def _union(pieces: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    union, places = torch.unique(torch.cat(list(pieces)), return_inverse=True)
-    return union, list(torch.split_with_sizes(places, [piece.numel() for piece in pieces]))
+    union, positions = torch.unique(torch.cat(list(pieces)), return_inverse=True)
+    return union, list(torch.split_with_sizes(positions, [piece.numel() for piece in pieces]))
 
 
 def mix(ids: Tensor, seed: int) -> Tensor:
@@ -238,50 +240,8 @@ def _finalize(word: Tensor) -> Tensor:
     return word ^ (word >> 16)
 
 
-def hierarchical_hash(
-    ids: Tensor, world_size: int, seed: int, *, hashes: int = 3, parallel_slots: int, serial_slots: int
-) -> list[Tensor]:
-    """Partition unique ids by the two-level hash of ZEN (OSDI'25, Algorithm 1, section 3.2).
-
-    The first level, the same on all ranks, gives the owner; the second tries ``hashes`` slots in the
-    owner's parallel memory and appends ids without a free slot to its serial memory.
-
-    Args:
-        ids: unique int64 [k], each below 2^62.
-        parallel_slots: r1, over all owners; the paper uses twice the number of ids.
-        serial_slots: r2, over all owners; the paper uses r1 / 10.
-
-    Returns:
-        The ids of each owner in memory order (parallel, then serial). Every id is in exactly one list. All twins
-        give the same order: of ids that write to one slot in one round the last one stays.
-
-    The paper leaves two holes, closed here. Its read-after-write check is unsound without a barrier: a
-    thread may read its own id back before a slower thread overwrites it. Here all writes of a round end
-    before the reads begin, and slots won in earlier rounds are never written again. It gives no rule for
-    a full serial memory; here that memory grows as needed, so that no id is lost.
-    """
-    owners = owner_by_hash(ids, world_size, seed)
-    slots = max(1, parallel_slots // world_size)
-    memory = ids.new_full((world_size * slots,), -1)
-    homeless = torch.arange(ids.numel(), device=ids.device)
-    for level in range(1, hashes + 1):
-        slot = owners[homeless] * slots + mix(ids[homeless], seed + level) % slots
-        free = memory[slot] < 0
-        memory[slot[free]] = ids[homeless[free]]
-        homeless = homeless[memory[slot] != ids[homeless]]
-    overflow_owner, overflow = owners[homeless], ids[homeless]
-    capacity = max(serial_slots // world_size, int(torch.bincount(overflow_owner, minlength=1).max()))
-    serial = ids.new_full((world_size, capacity), -1)
-    order = torch.argsort(overflow_owner, stable=True)
-    counts = torch.bincount(overflow_owner, minlength=world_size)
-    rank_in_owner = torch.arange(order.numel(), device=ids.device) - (counts.cumsum(0) - counts)[overflow_owner[order]]
-    serial[overflow_owner[order], rank_in_owner] = overflow[order]
-    filled = torch.cat([memory.view(world_size, slots), serial], dim=1)
-    return [row[row >= 0] for row in filled]
-
-
 def owner_by_hash(ids: Tensor, world_size: int, seed: int) -> Tensor:
-    """Return the owner in [0, world_size) of each id, int64, by the first level of hierarchical hashing."""
+    """Return the owner in [0, world_size) of each id, int64, by the first level of ZEN's hierarchical hashing (3.2)."""
     return (mix(ids, seed) * world_size) >> 32
 
 
@@ -296,25 +256,25 @@ def deal(ids: Tensor, world_size: int, seed: int) -> list[tuple[Tensor, Tensor]]
     """
     groups = torch.div(ids, world_size, rounding_mode="floor")
     owners = (ids + owner_by_hash(groups, world_size, seed)) % world_size
-    return [(groups[places], places) for places in group_by_owner(owners, world_size)]
+    return [(groups[positions], positions) for positions in group_by_owner(owners, world_size)]
 
 
 def deal_rows(ids: Tensor, num_rows: int, world_size: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     """Deal increasing ids int64 [k] to owners as `deal`; see `find_rows` for padding.
 
     Returns:
-        (ids [k], those of one owner after the other, each owner's increasing, then padding in its order; places [k],
+        (ids [k], one owner after the other, each owner's increasing, then padding in its order; positions [k],
         the indices of these in ``ids``; counts [world_size], the numbers of ids of the owners); all int64.
 
     Example:
-        >>> ids, places, counts = deal_rows(torch.tensor([0, 3, 4, 9]), num_rows=9, world_size=2, seed=0)
-        >>> int(counts.sum()), sorted(ids.tolist()), int(places[-1])
+        >>> ids, positions, counts = deal_rows(torch.tensor([0, 3, 4, 9]), num_rows=9, world_size=2, seed=0)
+        >>> int(counts.sum()), sorted(ids.tolist()), int(positions[-1])
         (3, [0, 3, 4, 9], 3)
     """
     owners = (ids + owner_by_hash(torch.div(ids, world_size, rounding_mode="floor"), world_size, seed)) % world_size
     owners = owners.masked_fill(~_inside(ids, num_rows), world_size)
-    places = owners.argsort(stable=True)
-    return ids[places], places, (owners == torch.arange(world_size, device=ids.device)[:, None]).sum(1)
+    positions = owners.argsort(stable=True)
+    return ids[positions], positions, (owners == torch.arange(world_size, device=ids.device)[:, None]).sum(1)
 
 
 def dealt_ids(owner: int, positions: Tensor, world_size: int, seed: int) -> Tensor:

@@ -33,11 +33,6 @@ def magnitude_moments(values: Tensor, at_least: float = 0.0) -> Moments:
     return Moments(int(torch.count_nonzero(values)), float(wide.abs().sum()), float(wide.square().sum()))
 
 
-def sum_log_magnitudes(values: Tensor) -> float:
-    """Return the sum of the natural logarithms of the magnitudes that are not zero, of float32 or float64 [n]."""
-    return float(values[values != 0].double().abs().log().sum())
-
-
 def count_at_least(values: Tensor, threshold: float) -> int:
     """Count the ``values`` (float32 or float64 [n]) with a magnitude of at least ``threshold``, rounded to dtype."""
     return int((magnitude_keys(values) >= threshold_key(threshold, values.dtype)).sum())

@@ -6,7 +6,9 @@ their peer print a longer one, and the launcher adds two lines of its own.
 
 from __future__ import annotations
 
+import atexit
 import logging
+import os
 import signal
 import sys
 import sysconfig
@@ -14,6 +16,7 @@ import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 from thinwire.lab.testbed.launch import RanksFailed
 from thinwire.lab.testbed.supervise import is_peer_lost
@@ -46,10 +49,21 @@ def kept_errors(directory: Path, rank: int, script: str) -> Iterator[None]:
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else repr(ended.code)
         _file(directory, rank).write_text(f"{_EXITED}({code})")
-        sys.exit(ended.code if isinstance(ended.code, int) else 1)
+        _end(ended.code if isinstance(ended.code, int) else 1)
     except Exception as error:
         _file(directory, rank).write_text(_text_of(error, script))
-        sys.exit(1)
+        _end(1)
+
+
+def _end(status: int) -> NoReturn:
+    """End this process after the functions of `atexit`, but without the destructors of C++.
+
+    A rank of DDP whose peer was gone died by SIGABRT in 2 of 12 runs of a test, which hid the error. Why is not known.
+    """
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 @contextmanager

@@ -7,7 +7,6 @@ with the densification n^a that fits the recorded curve best. Seconds are always
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
@@ -19,10 +18,10 @@ import torch
 from thinwire.comm.machine import Machine, kernel_seconds
 from thinwire.comm.process_group import ring_all_reduce_bytes, sparse_all_reduce_bytes
 from thinwire.lab.bench.trace import IndexTrace
-from thinwire.sync.choose import DENSE_SHARE, Demand, busiest_rank_bytes, choose, expected_seconds, explain
-from thinwire.sync.cost import expected_bytes
-from thinwire.sync.named import NAMED, name_of
-from thinwire.sync.scheme import Ownership, Scheme
+from thinwire.sums.cost import Demand, expected_bytes
+from thinwire.sums.named import NAMED, name_of
+from thinwire.sums.scheme import Ownership, Scheme
+from thinwire.tune.prices import DENSE_SHARE, busiest_rank_bytes, choose, expected_seconds, explained, prices, ranked
 
 _ASSUMED_OWNERS = 8  # number of parts with which kernels of an assumed machine are measured, whatever its world size
 PREDICTED_RANKS = tuple(2**power for power in range(1, 11))
@@ -83,7 +82,7 @@ class Prediction:
     """Expected bytes that a rank sends in a step and their seconds, by scheme, on ``world_size`` ranks.
 
     ``union`` is the number of rows that all ranks hold together; ``extrapolated``: more ranks than were recorded. Bytes
-    are for even loads, seconds for the busiest rank. ``torch_bytes`` and ``torch_seconds`` are those of stock DDP with
+    are for even loads, seconds for the busiest rank. ``torch_bytes`` and ``torch_seconds`` belong to stock DDP with
     ``nn.Embedding(sparse=True)``, where Gloo gathers each rank's distinct rows with ids of 8 bytes. ``pick`` is the
     scheme that thinwire would choose there, by seconds, and ``explanation`` the reason. ``warning`` is set if the
     numbers are impossible, so that nothing follows from them: then the pick is dense, the only scheme with bytes and
@@ -159,12 +158,23 @@ def predict_dense(size_bytes: int, world_size: int, machine: Machine) -> tuple[f
 
 
 def _pick(demand: Demand, machine: Machine) -> tuple[str, str | None]:
-    """The name of the chosen scheme, and the warning that came with the choice."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        counts = [demand.held] * demand.world_size
-        pick = choose(counts, demand.num_rows, demand.width, demand.itemsize, demand.union, machine)
-    return name_of(pick), "; ".join(str(warning.message) for warning in caught) or None
+    """The name of the chosen scheme; of a demand that cannot be, dense, which is right whatever rows are, and why."""
+    fault = fault_of(demand)
+    return ("dense", f"{fault}; using dense") if fault is not None else (name_of(choose(demand, machine)), None)
+
+
+def fault_of(demand: Demand) -> str | None:
+    """Return why the numbers of a recording are impossible, or None if they are possible."""
+    cannot_be, held, union = "sparsity statistics that cannot be: ", demand.held, demand.union
+    if not demand.world_size:
+        return "no step was observed, so nothing is known about sparsity"
+    if not all(math.isfinite(value) for value in (held, union)):
+        return f"{cannot_be}{held} rows a rank and {union} in all are not finite numbers"
+    if not 0 <= held <= demand.num_rows:
+        return f"{cannot_be}a rank holds {held:g} rows of a tensor that has {demand.num_rows}"
+    if union > demand.num_rows or union < math.floor(held):
+        return f"{cannot_be}{union:g} rows in all, where a rank holds {held:g} of {demand.num_rows}"
+    return None
 
 
 def _explanation(demand: Demand, machine: Machine, warning: str | None) -> str:
@@ -173,15 +183,11 @@ def _explanation(demand: Demand, machine: Machine, warning: str | None) -> str:
         return f"dense: {warning}"
     if demand.held >= DENSE_SHARE * demand.num_rows:
         return f"dense: a rank holds {demand.held / demand.num_rows:.0%} of all rows"
-    return explain(demand, machine)
+    return explained(ranked(prices(demand, machine)), demand)
 
 
 def _even_bytes(scheme: Scheme, demand: Demand) -> float:
-    return float(
-        expected_bytes(
-            scheme, demand.world_size, demand.num_rows, demand.row_bytes, demand.held, demand.union, demand.itemsize
-        )
-    )
+    return float(expected_bytes(scheme, demand))
 
 
 def _without_list(scheme: Scheme) -> Scheme:

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.lab.analyze.recording import Table, TableSteps, save_rank
 from thinwire.lab.planning.ready import nonzero_rows
-from thinwire.sparse import Layout
+from thinwire.rows.sparse import Layout
 
 MIN_TABLE_BYTES = 16 * 1024
 """Smallest gradient with a scheme of its own; of smaller ones only the density is kept."""

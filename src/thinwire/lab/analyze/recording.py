@@ -66,11 +66,11 @@ class Recording:
 def save_rank(path: Path, num_models: int, tables: Sequence[TableSteps]) -> None:
     """Write the recording of one rank; may raise OSError."""
     arrays = {}
-    for place, seen in enumerate(tables):
-        arrays[f"densities_{place}"] = np.array(seen.densities, np.float64)
+    for number, seen in enumerate(tables):
+        arrays[f"densities_{number}"] = np.array(seen.densities, np.float64)
         for step, ids in enumerate(seen.ids):
             if ids is not None:
-                arrays[f"ids_{place}_{step}"] = ids.numpy()
+                arrays[f"ids_{number}_{step}"] = ids.numpy()
     about = json.dumps({"models": num_models, "tables": [asdict(seen.table) for seen in tables]})
     with path.open("wb") as file:
         np.savez(file, allow_pickle=False, about=np.array(about), **arrays)
@@ -113,9 +113,9 @@ def _load_rank(path: Path) -> tuple[int, list[TableSteps]]:
     with np.load(path, allow_pickle=False) as archive:
         about = json.loads(str(archive["about"]))
         tables = []
-        for place, fields in enumerate(about["tables"]):
-            densities = archive[f"densities_{place}"].tolist()
-            names = [f"ids_{place}_{step}" for step in range(len(densities))]
+        for number, fields in enumerate(about["tables"]):
+            densities = archive[f"densities_{number}"].tolist()
+            names = [f"ids_{number}_{step}" for step in range(len(densities))]
             ids = [torch.from_numpy(archive[name]) if name in archive else None for name in names]
             tables.append(TableSteps(Table(**fields), densities, ids))
     return about["models"], tables

@@ -78,9 +78,9 @@ def overview(analysis: Analysis) -> tuple[list[str], list[list[str]], str]:
     columns = ["parameter", "rows x width", "density", "overlap", f"gamma^{ranks}", "skew 8/128", "imbalance"]
     note = (
         "Density: share of rows that one rank touches. Overlap: median |A ∩ B| / min(|A|, |B|) of two ranks."
-        f" gamma^{ranks}: rows of all ranks together over those of one. Skew: density of the densest of 8 or 128 equal"
-        " ranges over the whole density. Imbalance: load of the fullest owner over the mean in the push, with"
-        " contiguous/permuted ownership; 1 is ideal."
+        f" gamma^{ranks}: rows of all ranks together over the rows of one rank. Skew: density of the densest of 8"
+        " or 128 equal ranges over the whole density. Imbalance: load of the fullest owner over the mean in the push,"
+        " with contiguous/permuted ownership; 1 is ideal."
     )
     return columns, [_overview_row(table) for table in analysis.sparse], note
 
@@ -154,7 +154,7 @@ def _statistics_pictures(report: Report, table: TableStatistics) -> None:
     report.picture(
         f"{table.name}: rows of all ranks together",
         lambda axes: _draw_densification(axes, table),
-        "Rows that n ranks touch together, over those of one. " + EXTRAPOLATION,
+        "Rows that n ranks touch together, over the rows of one rank. " + EXTRAPOLATION,
         f"Recorded: {table.densification[-1]:.2f} times on {table.world_size} ranks. Extrapolated:"
         f" {last.densification:.2f} times on {last.world_size}.",
         height_inches=2.8,

@@ -43,25 +43,25 @@ def find_site() -> DdpSite:
 
 
 def _site(statement: ast.stmt, frame: FrameType, inner_line: int) -> DdpSite:
-    place = DdpSite(
+    site = DdpSite(
         file=frame.f_code.co_filename,
         line=statement.lineno,
         last_line=statement.end_lineno or statement.lineno,
         inner_line=inner_line,
     )
     if not isinstance(statement, (ast.Assign, ast.AnnAssign)) or not isinstance(statement.value, ast.Call):
-        return place
+        return site
     targets, call = statement.targets if isinstance(statement, ast.Assign) else [statement.target], statement.value
     is_model = bool(inner_line) or _is_ddp(_value(call.func, frame))
     if not is_model or len(targets) != 1 or isinstance(targets[0], (ast.Tuple, ast.List)):
-        return place
+        return site
     return DdpSite(
-        file=place.file,
-        line=place.line,
+        file=site.file,
+        line=site.line,
         target=ast.unparse(targets[0]),
         call=ast.unparse(call),
         grouped_call=ast.unparse(call) if inner_line else _grouped(call),
-        last_line=place.last_line,
+        last_line=site.last_line,
         inner_line=inner_line,
     )
 
@@ -95,14 +95,14 @@ def without_attach(on_call: Callable[[], None] = lambda: None) -> Iterator[None]
 
     def do_nothing(model: nn.Module, *args: object, **kwargs: object) -> _NotAttached:
         del args, kwargs
-        found = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
-        if not found:
+        wrapped = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+        if not wrapped:
             raise ValueError(
                 "the doctor compares with DistributedDataParallel, and this model is attached without: wrap it in that"
                 " for the diagnosis"
             )
         on_call()
-        return _NotAttached(found[0])
+        return _NotAttached(wrapped[0])
 
     thinwire.attach = do_nothing  # type: ignore[assignment]
     try:

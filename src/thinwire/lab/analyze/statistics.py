@@ -1,4 +1,4 @@
-"""Statistics of one table's ids for its synchronization: those of ZEN, and the bytes of every scheme.
+"""Statistics of one table's ids for its synchronization: ZEN's, and the bytes of every scheme.
 
 Pure functions: equal traces give equal statistics, except for predicted seconds, for which kernels are measured.
 """
@@ -18,13 +18,13 @@ from thinwire.lab.analyze.prediction import DEFAULT_LINK, PREDICTED_RANKS, Assum
 from thinwire.lab.bench.trace import IndexTrace
 from thinwire.lab.ledger import sent_bytes, value_lower_bound_bytes
 from thinwire.lab.sparsity import densification, imbalance_pull, imbalance_push, overlap_ratio, skewness
-from thinwire.partition import Contiguous, Partition, Permutation
-from thinwire.sync.named import NAMED
+from thinwire.rows.partition import Contiguous, Partition, Permutation
+from thinwire.sums.named import NAMED
 
 SKEWNESS_PARTITIONS = (8, 128)
 MAX_HASHED_ELEMENTS = 1 << 22
 """Largest table with exact bytes of ZEN's hash, which needs a list of all ids of an owner: 12 s for 15 million
-elements. Beyond, the expected bytes are those of the permutation, which deals evenly without a list."""
+elements. Beyond, the bytes of the permutation are expected, which deals evenly without a list."""
 QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 
 

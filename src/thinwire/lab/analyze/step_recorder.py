@@ -1,8 +1,8 @@
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with types, not with text.
 """Recorder that times the training steps of a script by hooks on its DDP model, and measures its link and compressors.
 
-The script is not changed. While its steps are timed nothing is synchronized, so that the times are those of computing
-alone (the parameters of the ranks drift apart, and are not used afterwards).
+The script is not changed. While its steps are timed nothing is synchronized, so that only computing is
+timed (the parameters of the ranks drift apart, and are not used afterwards).
 """
 
 import sys
@@ -60,7 +60,14 @@ class StepRecorder:
         if self._lane is None:
             self._lane = Lane(model.process_group)
             self._trained, self._tables = trained_parameters(model.module)
-            watch = StepWatch(model.module, self._trained, self._before_step, self._tables, samples=False)
+            watch = StepWatch(
+                model.module,
+                self._trained,
+                self._before_step,
+                self._tables,
+                samples=False,
+                synchronizes=lambda: model.require_backward_grad_sync,
+            )
             self._watch, self._hook = watch, Unsynchronized(model.module, self.leave_out, watch.take)
             self._site = replace(find_site(), follows_plans=follows_plans(model))
             self._on_stage("training steps")

@@ -46,11 +46,11 @@ def measure_script(
     if workers < 2:
         raise ValueError(f"at least 2 workers are needed, because one has nobody to talk to; got {workers}")
     check_script(script)
-    check(how.compressors)
+    check(how.compressors or ())
     if network is not None and network.link.mbit is not None:
         how = replace(how, link=f"emulated, {network.link.mbit:g} Mbit/s, {network.hosts} hosts")
     try:
-        found, *_ = run_on_ranks(
+        measurement, *_ = run_on_ranks(
             _measure_rank,
             str(script),
             list(arguments),
@@ -63,7 +63,7 @@ def measure_script(
         error = first_error(failed)
         text = describe_error(script.name, *error) if error else f"{script.name} failed:\n{failed}"
         raise ScriptFailed(text) from failed
-    return _checked(None if found is None else Measurement.from_json(found), script)
+    return _checked(None if measurement is None else Measurement.from_json(measurement), script)
 
 
 def _measure_rank(context: RankContext, script: str, arguments: list[str], how: How) -> Any:
@@ -88,10 +88,10 @@ def measure_script_in_job(script: Path, arguments: Sequence[str], how: How, on_s
         FileNotFoundError, ValueError: as `measure_script`; and any error of the script.
     """
     check_script(script)
-    check(how.compressors)
+    check(how.compressors or ())
     with contextlib.redirect_stdout(sys.stderr):
-        found = run_watched(StepRecorder(how, on_stage), script, arguments)
-    return _checked(found, script)
+        measurement = run_watched(StepRecorder(how, on_stage), script, arguments)
+    return _checked(measurement, script)
 
 
 def run_watched(recorder: StepRecorder, script: Path, arguments: Sequence[str]) -> Measurement | None:

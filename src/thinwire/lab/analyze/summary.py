@@ -9,7 +9,7 @@ from thinwire.lab.analyze.prediction import DEFAULT_LINK, AssumedLink, Predictio
 from thinwire.lab.analyze.recording import Recording, Table
 from thinwire.lab.analyze.statistics import TableStatistics, table_statistics
 from thinwire.lab.bench.trace import IndexTrace
-from thinwire.plan.explain import counted
+from thinwire.lab.text import counted
 
 EXTRAPOLATION = (
     "The union on more ranks than were recorded is extrapolated by gamma = n^a, fitted to the recorded curve, and"
@@ -70,14 +70,14 @@ class Analysis:
         rest = sum(table.size_bytes for table in self.others)
         sent, seconds = predict_dense(rest, ranks, self.network.machine(ranks)) if rest else (0.0, 0.0)
         tables = [table.prediction(ranks) for table in self.sparse]
-        ways = {
+        totals = {
             "stock DDP": [(each.bytes["dense"], each.seconds["dense"]) for each in tables],
             "stock DDP, sparse=True": [(each.torch_bytes, each.torch_seconds) for each in tables],
             "thinwire": [(each.bytes[each.pick], each.seconds[each.pick]) for each in tables],
         }
         return tuple(
             StepTotal(name, sent + sum(each[0] for each in each_table), seconds + sum(each[1] for each in each_table))
-            for name, each_table in ways.items()
+            for name, each_table in totals.items()
         )
 
     def largest_trace(self) -> IndexTrace:

@@ -17,46 +17,50 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.attach import attach
+from thinwire.compress.assign import AUTO
 from thinwire.compress.named import parse
+from thinwire.gradients.synchronizer import Synchronizer
 from thinwire.lab.analyze.failure import first_error, raised_by_script
 from thinwire.lab.analyze.site import is_called_by_us, without_attach
 from thinwire.lab.analyze.worker import run_as_main
 from thinwire.lab.doctor.advice import Advice
-from thinwire.lab.doctor.diagnosis import NOT_TRIED, Confirmed
+from thinwire.lab.doctor.diagnosis import NOT_TRIED, Confirmed, why_impossible
 from thinwire.lab.planning.measurement import Measurement
-from thinwire.lab.planning.planner import Way, step_seconds
+from thinwire.lab.planning.planner import Option, step_seconds
+from thinwire.lab.planning.ready import StepBoundary, slowest
 from thinwire.lab.testbed.launch import RanksFailed, preload, run_ranks
 from thinwire.lab.testbed.network import EmulatedNetwork
 from thinwire.lab.testbed.rank import RankContext
-from thinwire.synchronizer import Synchronizer
 
 WARM_STEPS = 6
 """Steps that do not count: "auto" measures the link in the first and may try schemes in the next few."""
 LEAST_STEPS, MOST_STEPS = 5, 24
 CLOSE = 1.25
-"""Ratio to the shortest step up to which a way is tried twice, and its shorter step counts: what else the machine does
-only adds to it. Two runs of one way differed by up to 20 % where other work came and went."""
+"""Ratio to the shortest step up to which an option is tried twice, and its shorter step counts: what else the machine
+does only adds to it. Two runs of one way differed by up to 20 % where other work came and went."""
 _SECONDS = 6.0
-"""Seconds for which a way is trained, as predicted, within these numbers of steps."""
+"""Seconds for which an option is trained, as predicted, within these numbers of steps."""
 _TIMEOUT_SECONDS = 600.0
 BUDGET_SECONDS = 150.0
-"""Time in which a diagnosis of a script should be done. No way is tried after that, but for stock DDP and the best."""
-_LONG_SECONDS, _VERY_LONG_SECONDS = 1.0, 4.0
+"""Time in which a diagnosis of a script should be done. No way is tried after that, but for stock DDP and the best
+exact one."""
+_LONG_SECONDS, _VERY_LONG_SECONDS, _LONGEST_SECONDS = 1.0, 4.0, 10.0
 """Steps that last longer are dominated by the network and alike: a few of them suffice."""
 
 
 def counts(step_seconds: float) -> tuple[int, int]:
-    """Return how many steps of a way warm up, and how many are timed then.
+    """Return how many steps of an option warm up, and how many are timed then.
 
     Example:
-        >>> counts(0.5), counts(2.0), counts(5.0)
-        ((6, 12), (2, 3), (2, 2))
+        >>> counts(0.5), counts(2.0), counts(5.0), counts(20.0)
+        ((6, 12), (2, 3), (2, 2), (1, 1))
     """
+    if step_seconds > _LONGEST_SECONDS:
+        return 1, 1
     if step_seconds > _LONG_SECONDS:
         return 2, 2 if step_seconds > _VERY_LONG_SECONDS else 3
     return WARM_STEPS, max(LEAST_STEPS, min(MOST_STEPS, round(_SECONDS / max(step_seconds, 1e-6))))
@@ -70,28 +74,29 @@ def seconds_of_trial(step_seconds: float) -> float:
 def try_script(
     script: Path,
     arguments: Sequence[str],
-    advised: Sequence[tuple[Way, Advice]],
+    advised: Sequence[tuple[Option, Advice]],
     measurement: Measurement,
     network: EmulatedNetwork | None,
     on_stage: Callable[[str], None] = lambda stage: None,
     deadline: float = math.inf,
 ) -> list[Confirmed]:
-    """Run a script once for each way, on the ranks that were measured, and return what a step takes.
+    """Run a script once for each option, on the ranks that were measured, and return what a step takes.
 
-    The first way, and the best of the others by prediction, are tried in any case; the next ones while there is time.
+    The first two options are tried in any case, the next ones in their order while there is time: where it ends with
+    one, no later one is tried. A step that cannot be is measured twice, if there is time.
 
     Args:
-        advised: ways; the first is stock DDP.
+        advised: options, in the order of `finalists`: stock DDP, the best exact one, and so on.
         network: emulated hosts with one rank each; None for processes of this machine.
         deadline: ``time.monotonic()`` after which no trial should last.
     """
     rows: dict[str, Confirmed] = {}
     startup = 0.0  # seconds of a trial without its steps
 
-    def run(way: Way, advice: Advice) -> None:
+    def run(option: Option, advice: Advice) -> None:
         nonlocal startup
-        predicted, began = step_seconds(measurement, way), time.monotonic()
-        on_stage(f"training steps: {way.name}")
+        predicted, began = step_seconds(measurement, option), time.monotonic()
+        on_stage(f"training steps: {option.name}")
         try:
             ranks = run_on_ranks(
                 _try_rank,
@@ -101,40 +106,47 @@ def try_script(
                 world_size=measurement.world_size,
                 network=network,
             )
-            known = rows[way.name].measured_step_seconds if way.name in rows else None
+            known = rows[option.name].measured_step_seconds if option.name in rows else None
             seconds = max(map(statistics.median, ranks))
-            rows[way.name] = Confirmed(way.name, predicted, seconds if known is None else min(known, seconds))
+            rows[option.name] = Confirmed(option.name, predicted, seconds if known is None else min(known, seconds))
             startup = max(0.0, time.monotonic() - began - seconds_of_trial(seconds))
         except RanksFailed as failed:
-            if way.name not in rows:
-                rows[way.name] = Confirmed(way.name, predicted, None, f"failed: {last_line(failed)}")
+            if option.name not in rows:
+                rows[option.name] = Confirmed(option.name, predicted, None, f"failed: {last_line(failed)}")
 
     def has_time(seconds: float) -> bool:
         return time.monotonic() + startup + seconds_of_trial(seconds) < deadline
 
-    stock, *others = advised
-    for place, (way, advice) in enumerate([stock, *sorted(others, key=lambda pair: pair[0].seconds)]):
-        if place < 2 or has_time(step_seconds(measurement, way)):
-            run(way, advice)
-        else:
-            rows[way.name] = Confirmed(way.name, step_seconds(measurement, way), None, NOT_TRIED)
-    measured = [rows[way.name].measured_step_seconds for way, _ in advised]
+    reason = ""
+    for index, (option, advice) in enumerate(advised):
+        predicted = step_seconds(measurement, option)
+        if index >= 2 and not reason and not has_time(predicted):
+            needed, left = startup + seconds_of_trial(predicted), max(0.0, deadline - time.monotonic())
+            reason = f"{NOT_TRIED}: {needed:.0f} s were needed, and {left:.0f} s were left of {BUDGET_SECONDS:.0f} s"
+        if reason:
+            rows[option.name] = Confirmed(option.name, predicted, None, reason)
+            continue
+        run(option, advice)
+        seconds = rows[option.name].measured_step_seconds
+        if seconds is not None and why_impossible(rows[option.name], option, measurement) and has_time(seconds):
+            run(option, advice)
+    measured = [rows[option.name].measured_step_seconds for option, _ in advised]
     close = close_to_best(measured)
-    for place in reversed(close if len(close) > 1 else []):
-        if has_time(measured[place] or 0.0):
-            run(*advised[place])
-    return [rows[way.name] for way, _ in advised]
+    for index in reversed(close if len(close) > 1 else []):
+        if has_time(measured[index] or 0.0):
+            run(*advised[index])
+    return [rows[option.name] for option, _ in advised]
 
 
 def close_to_best(seconds: Sequence[float | None]) -> list[int]:
-    """Return the places of the times that are within `CLOSE` of the shortest one.
+    """Return the indices of the times that are within `CLOSE` of the shortest one.
 
     Example:
         >>> close_to_best([1.0, None, 1.2, 1.5])
         [0, 2]
     """
     bound = CLOSE * min((value for value in seconds if value is not None), default=0.0)
-    return [place for place, value in enumerate(seconds) if value is not None and value <= bound]
+    return [index for index, value in enumerate(seconds) if value is not None and value <= bound]
 
 
 def run_on_ranks(
@@ -209,16 +221,17 @@ def _try_rank(context: RankContext, script: str, arguments: list[str], advice: A
 class StepClock:
     """A clock that notes when each training step of a model begins, and ends the script after enough of them.
 
-    How many are enough depends on how long the second one lasts on the slowest rank.
+    `StepBoundary` says where a step begins. How many are enough depends on how long the second one lasts on the slowest
+    rank.
 
     Args:
-        slowest: function that returns for the seconds of this rank those of the slowest; all ranks call it.
+        slowest: returns the seconds of the slowest rank, given the seconds of this rank; all ranks call it.
 
     Example:
         >>> clock, model = StepClock(lambda seconds: 2.0), nn.Linear(2, 1)
         >>> clock.watch(model)
         >>> for _ in range(5):
-        ...     _ = model(torch.ones(1, 2))
+        ...     model(torch.ones(1, 2)).sum().backward()
         >>> len(clock.moments), clock.warm, clock.is_done
         (5, 2, False)
     """
@@ -227,9 +240,13 @@ class StepClock:
         self.moments: list[float] = []
         self.warm = WARM_STEPS
         self.synchronizer: Synchronizer | None = None
-        self.is_watching = False
+        self._boundary: StepBoundary | None = None
         self._steps = WARM_STEPS + MOST_STEPS
         self._slowest = slowest
+
+    @property
+    def is_watching(self) -> bool:
+        return self._boundary is not None
 
     @property
     def is_done(self) -> bool:
@@ -237,18 +254,28 @@ class StepClock:
 
     def watch(self, model: nn.Module) -> None:
         """Watch a model; only the first counts."""
-        self.is_watching = True
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._boundary = StepBoundary(trained, lambda: getattr(model, "require_backward_grad_sync", True))
+        for parameter in trained:
+            parameter.register_post_accumulate_grad_hook(self._after_gradient)
         model.register_forward_pre_hook(self._before_forward)
 
     def close(self) -> None:
         """End the synchronization, if the script has left its process group to us."""
+        if self._boundary is not None:
+            self._boundary.close()
         if self.synchronizer is not None:
             with contextlib.suppress(Exception):
                 self.synchronizer.detach()
 
+    def _after_gradient(self, parameter: torch.Tensor) -> None:
+        del parameter
+        if self._boundary is not None:
+            self._boundary.gradient()
+
     def _before_forward(self, module: nn.Module, args: tuple[object, ...]) -> None:
         del args
-        if not (module.training and torch.is_grad_enabled()):
+        if self._boundary is None or not (module.training and torch.is_grad_enabled() and self._boundary.forward()):
             return
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
@@ -258,14 +285,6 @@ class StepClock:
         self.moments.append(time.perf_counter())
         if self.is_done:
             sys.exit(0)
-
-
-def slowest(seconds: float) -> float:
-    """Return the largest of the numbers of all ranks; a collective call."""
-    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
-    largest = torch.tensor([seconds], dtype=torch.float64, device=device)
-    dist.all_reduce(largest, dist.ReduceOp.MAX)
-    return float(largest)
 
 
 @contextmanager
@@ -305,11 +324,7 @@ def _advised(advice: Advice, clock: StepClock) -> Iterator[None]:
 
 def attach_as_advised(model: nn.Module, advice: Advice) -> Synchronizer:
     """Do what `thinwire.lab.doctor.advice.lines_of` says."""
-    if advice.plan is not None:
-        return attach(model, plan=advice.plan)
-    arguments: dict[str, Any] = {} if advice.dense is None else {"dense": advice.dense}
-    if advice.compressor is not None:
-        arguments["compress"] = parse(advice.compressor)
-    if advice.exchange is not None:
-        arguments["exchange"] = advice.exchange
-    return attach(model, **arguments)
+    if advice.compressor is None:
+        return attach(model, dense=advice.plan or advice.dense or AUTO)
+    compressor = parse(advice.compressor)
+    return attach(model, dense=compressor.by(advice.exchange or AUTO))

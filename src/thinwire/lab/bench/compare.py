@@ -1,4 +1,4 @@
-"""Comparison of a benchmark's rows with those of an earlier run, read from its JSON."""
+"""Comparison of a benchmark's rows with an earlier run's, read from its JSON."""
 
 from __future__ import annotations
 

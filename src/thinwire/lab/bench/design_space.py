@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from itertools import product
 
-from thinwire.sync.named import NAMED
-from thinwire.sync.scheme import Aggregation, Balance, Communication, Ownership, Partitioning, Scheme, Unit
-from thinwire.wire import FORMATS, Format
+from thinwire.rows.formats import FORMATS, Format
+from thinwire.sums.named import NAMED
+from thinwire.sums.scheme import Aggregation, Balance, Communication, Ownership, Partitioning, Scheme, Unit
 
 
 def points() -> list[Scheme]:

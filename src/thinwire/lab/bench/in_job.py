@@ -8,16 +8,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import torch.distributed as dist
-
-from thinwire.lab.testbed.rank import RankContext
-
 Value = TypeVar("Value")
 
 
 def is_in_job() -> bool:
     """Return whether torchrun, or a similar launcher, started this process as one of several ranks."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def is_first_rank() -> bool:
+    """Return whether this is rank 0, or no rank of a job."""
+    return int(os.environ.get("RANK", "0")) == 0
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,8 @@ class JobSize:
 @contextmanager
 def gloo_group() -> Iterator[None]:
     """Join the job's process group over Gloo, if there is none yet; benchmarks compute on the CPU."""
+    import torch.distributed as dist
+
     if dist.is_initialized():
         yield
         return
@@ -62,6 +65,10 @@ def on_all_ranks(
 
     ``on_message`` gets the messages of this rank. An error ends this rank; the launcher then ends the others.
     """
+    import torch.distributed as dist
+
+    from thinwire.lab.testbed.rank import RankContext
+
     rank, local = dist.get_rank(), int(os.environ.get("LOCAL_RANK", "0"))
     host = rank // JobSize.of_environment().ranks_per_host
     value = function(RankContext(rank, dist.get_world_size(), local, host, on_message), *args)

@@ -6,11 +6,9 @@ import math
 import os
 import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -24,14 +22,14 @@ from thinwire.lab.bench.jobs.own import JobError, OwnJob, clear_job_errors
 from thinwire.lab.doctor.advice import Advice
 from thinwire.lab.doctor.diagnosis import Confirmed
 from thinwire.lab.planning.measurement import Measurement
-from thinwire.lab.planning.planner import Way, step_seconds
+from thinwire.lab.planning.planner import Option, step_seconds
 from thinwire.lab.planning.training import How, Training, check, measure_training
 from thinwire.lab.testbed.launch import preload, run_ranks
 from thinwire.lab.testbed.network import EmulatedNetwork, Link
 from thinwire.lab.testbed.rank import RankContext
 
 _TWO_TURNS_SECONDS = 50.0
-"""Seconds of the steps of all ways above which each is trained once."""
+"""Seconds of the steps of all options above which each is trained once."""
 
 OnStage = Callable[[str], None]
 """Function called with the name of the next measurement."""
@@ -74,7 +72,7 @@ def measure_on_hosts(
     world_size = hosts * ranks_per_host
     if world_size < 2:
         raise ValueError(f"{hosts} hosts of {ranks_per_host} ranks: two ranks are needed, because one has no link")
-    check(how.compressors)
+    check(how.compressors or ())
     for module in ("torch._dynamo", "thinwire.lab.planning.training"):
         preload(module)
     data = target.job.load()
@@ -111,22 +109,24 @@ def measure_rank(
 
 def try_on_hosts(
     target: TrainingTarget,
-    advised: Sequence[tuple[Way, Advice]],
+    advised: Sequence[tuple[Option, Advice]],
     measurement: Measurement,
     ranks_per_host: int,
     link: Link,
     on_stage: OnStage,
 ) -> list[Confirmed]:
-    """Train each way for a few steps on hosts like those that were measured, in turns, and return what a step takes."""
+    """Train each option for a few steps on hosts like those that were measured, in turns, and return what a step
+    takes.
+    """
     limited = link.mbit is not None
-    predicted = [step_seconds(measurement, way) for way, _ in advised]
+    predicted = [step_seconds(measurement, option) for option, _ in advised]
     hosts = measurement.world_size // ranks_per_host
     with clear_job_errors(), EmulatedNetwork(hosts, link) if limited else nullcontext() as network:
         outcomes = run_ranks(
             _try_rank,
             target,
             target.job.load(),
-            [(way.name, advice, seconds) for (way, advice), seconds in zip(advised, predicted, strict=True)],
+            [(option.name, advice, seconds) for (option, advice), seconds in zip(advised, predicted, strict=True)],
             tuple(sys.path),
             world_size=measurement.world_size,
             ranks_per_host=ranks_per_host if limited else None,
@@ -136,8 +136,8 @@ def try_on_hosts(
         )
     slowest = [max(seconds) for seconds in zip(*(outcome.value for outcome in outcomes), strict=True)]
     return [
-        Confirmed(way.name, seconds, measured)
-        for (way, _), seconds, measured in zip(advised, predicted, slowest, strict=True)
+        Confirmed(option.name, seconds, measured)
+        for (option, _), seconds, measured in zip(advised, predicted, slowest, strict=True)
     ]
 
 
@@ -148,19 +148,19 @@ def _try_rank(
     advised: Sequence[tuple[str, Advice, float]],
     path: tuple[str, ...],
 ) -> list[float]:
-    """Return the median step of each way on one rank: the shorter of two turns, or of one where steps are long.
+    """Return the median step of each option on one rank: the shorter of two turns, or of one where steps are long.
 
     Args:
-        advised: name, advice and predicted step of each way.
+        advised: name, advice and predicted step of each option.
     """
     sys.path[:] = path
     training = target.training(context.rank, context.world_size, data)
     medians = [math.inf] * len(advised)
     turns = 2 if sum(seconds_of_trial(seconds) for _, _, seconds in advised) < _TWO_TURNS_SECONDS else 1
-    for place, (name, advice, seconds) in [*enumerate(advised)] * turns:
+    for index, (name, advice, seconds) in [*enumerate(advised)] * turns:
         if context.rank == 0:
             context.send(f"training steps: {name}")
-        medians[place] = min(medians[place], _median_step(training, advice, *counts(seconds)))
+        medians[index] = min(medians[index], _median_step(training, advice, *counts(seconds)))
     return medians
 
 
@@ -170,14 +170,10 @@ def _median_step(training: Training, advice: Advice, warm: int, timed: int) -> f
     synchronizer = attach_as_advised(model, advice) if advice.attaches else None
     if synchronizer is None:
         model = torch.nn.parallel.DistributedDataParallel(model)
-    step, moments = training.stepper(model), []
-    for _ in range(warm + timed + 1):
-        moments.append(time.perf_counter())
-        step()
-        training.settle()
+    seconds = training.step_seconds(model, warm, timed)
     if synchronizer is not None:
         synchronizer.detach()
-    return statistics.median(end - start for start, end in pairwise(moments[warm:]))
+    return statistics.median(seconds)
 
 
 def measure_in_job(target: TrainingTarget, how: How, on_stage: OnStage) -> Measurement:

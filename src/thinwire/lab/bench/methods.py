@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import lru_cache
 
 from thinwire.lab.bench.design_space import label, points
-from thinwire.sync.named import AUTO, NAMED, resolve
-from thinwire.sync.scheme import Scheme
-from thinwire.sync.two_level import TWO_LEVEL_PREFIX, TwoLevel
+from thinwire.sums.named import AUTO, NAMED, resolve
+from thinwire.sums.scheme import Scheme
+from thinwire.sums.two_level import TWO_LEVEL_PREFIX, TwoLevel
 
 AGSPARSE_TORCH = "agsparse_torch"
 """Name of the baseline: torch's own all_reduce of a sparse tensor over Gloo, not a scheme of thinwire."""

@@ -6,8 +6,7 @@ density * num_rows. Ids are sorted by popularity, as frequency-sorted vocabulari
 the first ones.
 
 The targets are figures of ZEN (Zhuang Wang et al., OSDI'25) or traced from jobs; the exponent was fitted to one, at
-offset 2.7. `Target.reached` says which figures the law meets, and the docstring of `RECIPES` why it cannot
-meet the others.
+offset 2.7. The docstring of `RECIPES` says which figures the law meets, and why it cannot meet the others.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import difflib
 import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal
 
 import numpy as np
 import torch
@@ -29,22 +27,6 @@ MIN_ROWS = 64
 VALUE_SCALE = 1e-2
 CHUNK_ROWS = 1 << 16  # drawn at a time: 0.5 MB of uniforms stay in cache, 64M rows never need 512 MB
 EXACT_ROWS = 4096  # the expectations sum these rows one by one, the rest in blocks 0.1 % wide (error < 1e-4)
-
-
-@dataclass(frozen=True)
-class Target:
-    """A published statistic: `densification` of `count` ranks, or `skewness` over `count` partitions.
-
-    `at_least` marks a lower bound. `reached` is False where the law misses the figure; `source` says where it
-    is from.
-    """
-
-    statistic: Literal["densification", "skewness"]
-    count: int
-    value: float
-    source: str
-    at_least: bool = False
-    reached: bool = True
 
 
 @dataclass(frozen=True)
@@ -63,7 +45,6 @@ class Recipe:
     density: float
     exponent: float
     offset: float = 2.7
-    targets: tuple[Target, ...] = ()
 
     def __post_init__(self) -> None:
         if self.num_rows < 1 or self.width < 1:
@@ -101,12 +82,6 @@ class Recipe:
         return replace(self, num_rows=num_rows, offset=offset)
 
 
-_FIRST_OF_8 = Target(
-    "skewness", 8, 4.8, "section 2.1 (C3): over 60 % of the non-zeros in the first of 8", at_least=True
-)
-_D_N_LLM = "speed-up over all-reduce on 16 machines (section 5.2), solved for a density of 44 % after aggregation"
-_TRACED = "not published: ids of the job of that name of `bench train` at scale 1, on 8 ranks"
-
 RECIPES: dict[str, Recipe] = {
     recipe.name: recipe
     for recipe in (
@@ -117,11 +92,6 @@ RECIPES: dict[str, Recipe] = {
             width=512,
             density=0.0113,
             exponent=1.8,
-            targets=(
-                Target("skewness", 128, 70.0, "section 2.1", at_least=True),
-                Target("densification", 128, 14.0, "not published: an earlier simulation of this law"),
-                _FIRST_OF_8,
-            ),
         ),
         Recipe(
             name="nmt",
@@ -130,7 +100,6 @@ RECIPES: dict[str, Recipe] = {
             width=1024,
             density=0.0247,
             exponent=1.1385,
-            targets=(Target("densification", 128, 24.9, "Figure 8: 36 % below all-reduce"), _FIRST_OF_8),
         ),
         Recipe(
             name="deepfm",
@@ -139,7 +108,6 @@ RECIPES: dict[str, Recipe] = {
             width=16,
             density=0.0280,
             exponent=3.3487,
-            targets=(Target("densification", 8, 1.86, "section 5.3: 2.80 % to 5.2 %"), _FIRST_OF_8),
         ),
         Recipe(
             name="bert",
@@ -148,7 +116,6 @@ RECIPES: dict[str, Recipe] = {
             width=768,
             density=0.0106,
             exponent=1.0297,
-            targets=(Target("densification", 128, 38.5, "section 3.3.1: 1.06 % to 40.8 %"), _FIRST_OF_8),
         ),
         Recipe(
             name="llm_dgc",
@@ -157,7 +124,6 @@ RECIPES: dict[str, Recipe] = {
             width=1,
             density=0.05,
             exponent=0.7508,
-            targets=(Target("densification", 16, 8.8, _D_N_LLM), replace(_FIRST_OF_8, reached=False)),
         ),
         Recipe(
             name="dlrm",
@@ -166,7 +132,6 @@ RECIPES: dict[str, Recipe] = {
             width=16,
             density=0.000477,
             exponent=1.2767,
-            targets=(Target("densification", 8, 4.877, _TRACED),),
         ),
         Recipe(
             name="xlmr",
@@ -175,7 +140,6 @@ RECIPES: dict[str, Recipe] = {
             width=768,
             density=0.00836,
             exponent=1.2562,
-            targets=(Target("densification", 8, 4.622, _TRACED),),
         ),
         Recipe(
             name="word2vec",
@@ -184,7 +148,6 @@ RECIPES: dict[str, Recipe] = {
             width=300,
             density=0.00619,
             exponent=0.7823,
-            targets=(Target("densification", 8, 6.779, _TRACED),),
         ),
     )
 }
@@ -268,26 +231,6 @@ def gradient(recipe: Recipe, rank: int, seed: int, dtype: torch.dtype = torch.fl
     """
     ids = row_ids(recipe, rank, seed)
     return ids, row_values(ids.numel(), recipe.width, rank, seed, dtype)
-
-
-def expected_densification(recipe: Recipe, world_size: int) -> float:
-    """Return the expected rows in the union of n ranks over those of one: sum 1 - (1 - p)^n over sum p."""
-    if world_size < 1:
-        raise ValueError(f"world_size must be at least 1; got {world_size}")
-    ids, counts = _blocks(recipe.num_rows)
-    with np.errstate(divide="ignore"):  # p = 1 gives log 0 = -inf, and 1 - exp(-inf) = 1 is right
-        log_absent = np.log1p(-_probabilities(recipe, ids, _solve_log_t(recipe)))
-    return float(counts @ -np.expm1(world_size * log_absent)) / (recipe.density * recipe.num_rows)
-
-
-def expected_skewness(recipe: Recipe, partitions: int) -> float:
-    """Return the expected density of the first of equal partitions (p falls, so the densest) over the whole density."""
-    if not 1 <= partitions <= recipe.num_rows:
-        raise ValueError(f"partitions must be between 1 and num_rows = {recipe.num_rows}; got {partitions}")
-    first = recipe.num_rows // partitions
-    ids, counts = _blocks(first)
-    rows = float(counts @ _probabilities(recipe, ids, _solve_log_t(recipe)))
-    return rows / (first * recipe.density)
 
 
 def _generator(rank: int, seed: int, stream: int) -> np.random.Generator:

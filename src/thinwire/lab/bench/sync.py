@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 import statistics
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,26 +13,33 @@ from torch import Tensor
 
 from thinwire.comm.hosts import Hosts
 from thinwire.comm.process_group import sparse_all_reduce_bytes
+from thinwire.kernels import dispatch
 from thinwire.lab import sparsity
-from thinwire.lab.bench.in_job import gloo_group, is_in_job, on_all_ranks
 from thinwire.lab.bench.methods import AGSPARSE_TORCH, scheme_of
 from thinwire.lab.bench.recipes import get_recipe
-from thinwire.lab.bench.sync_rank import RankMeasurement, Timed, Turns, measure
+from thinwire.lab.bench.sync_rank import RankMeasurement, measure
+from thinwire.lab.bench.turns import HostsBenchmark, quantile, seconds_of_runs
 from thinwire.lab.bench.workload import Workload
 from thinwire.lab.ledger import host_of_ranks, pair_bytes, unit_ids, value_lower_bound_bytes
-from thinwire.lab.report import environment
-from thinwire.lab.testbed.launch import run_ranks
-from thinwire.lab.testbed.network import EmulatedNetwork, Link
-from thinwire.sync.choose import Demand, expected_seconds
-from thinwire.sync.scheme import Ownership, Scheme, unit_shape
-from thinwire.sync.two_level import TwoLevel
-from thinwire.sync.union_shares import UnionPlan
+from thinwire.sums.cost import Demand
+from thinwire.sums.scheme import Ownership, Scheme, unit_shape
+from thinwire.sums.two_level import TwoLevel
+from thinwire.sums.union_shares import UnionPlan
+from thinwire.tune.prices import expected_seconds
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "float64", "bfloat16", "float16")}
 
 
+KERNELS = tuple(
+    kernel.name
+    for kernel in dispatch.compiled_kernels()
+    if kernel.cpu and not kernel.cpu.endswith((".floats", ".select", ".quantize"))
+)
+"""Kernels of exact sums of rows; kernels of compressors and lossless sums are most of the time of compiling."""
+
+
 @dataclass(frozen=True)
-class SyncBenchmark:
+class SyncBenchmark(HostsBenchmark):
     """Settings of the benchmark.
 
     Raises:
@@ -42,16 +48,12 @@ class SyncBenchmark:
 
     workload: str
     is_trace: bool = False
-    hosts: int = 8
-    ranks_per_host: int = 1
-    link: Link = Link(None)  # noqa: RUF009  # frozen
-    methods: tuple[str, ...] = ("auto", "zen", "agsparse", "agsparse_torch", "sparse_ps", "dense")
-    repeat: int = 5
-    warm_up: int = 0
+    methods: tuple[str, ...] = field(
+        default=("auto", "zen", "agsparse", "agsparse_torch", "sparse_ps", "dense"), kw_only=True
+    )
     seed: int = 0
     dtype: str = "float32"
     scale: float | None = None
-    timeout_seconds: float = 1800.0
 
     def __post_init__(self) -> None:
         for method in self.methods:
@@ -59,17 +61,10 @@ class SyncBenchmark:
                 scheme_of(method)
         if self.dtype not in DTYPES:
             raise ValueError(f"unknown dtype {self.dtype!r}; legal are {', '.join(DTYPES)}")
-        if min(self.hosts, self.ranks_per_host, self.repeat) < 1 or not self.methods:
-            raise ValueError("hosts, ranks per host, repeats and schemes must be at least one")
+        self.check_numbers()
         if self.dtype == "float16" and AGSPARSE_TORCH in self.methods:
             raise ValueError(f"{AGSPARSE_TORCH} cannot sum float16 (torch has no kernel for it): leave it out")
-        if self.warm_up < 0:
-            raise ValueError(f"turns before those that count are at least 0, not {self.warm_up}")
         self.gradients().ids(0)
-
-    @property
-    def world_size(self) -> int:
-        return self.hosts * self.ranks_per_host
 
     @property
     def ranks_of_hosts(self) -> Hosts:
@@ -102,29 +97,11 @@ def run(benchmark: SyncBenchmark, on_progress: Callable[[str], None]) -> dict[st
         NetAdminError: a link is asked for, but the process may not make network namespaces.
         RanksFailed: a rank failed, with its traceback.
     """
-    limited = benchmark.link.mbit is not None
-    with EmulatedNetwork(benchmark.hosts, benchmark.link) if limited else nullcontext() as network:
-        link_mbit = network.measure() if network else None
-        outcomes = run_ranks(
-            measure,
-            benchmark.gradients(),
-            benchmark.methods,
-            Turns(benchmark.repeat, benchmark.warm_up, None if limited else benchmark.ranks_per_host),
-            world_size=benchmark.world_size,
-            ranks_per_host=benchmark.ranks_per_host if limited else None,
-            network=network,
-            timeout_seconds=benchmark.timeout_seconds,
-            on_message=lambda rank, message: on_progress(message) if rank == 0 else None,
-        )
-    return _result(benchmark, link_mbit, [outcome.value for outcome in outcomes])
-
-
-def run_in_job(benchmark: SyncBenchmark, on_progress: Callable[[str], None]) -> dict[str, Any]:
-    """Run the benchmark as a rank of a job that torchrun started, over its own network, and return the same on all."""
-    turns = Turns(benchmark.repeat, benchmark.warm_up, one_clock=benchmark.hosts == 1)
-    with gloo_group():
-        per_rank = on_all_ranks(measure, benchmark.gradients(), benchmark.methods, turns, on_message=on_progress)
-    return _result(benchmark, None, per_rank)
+    link_mbit, per_rank = benchmark.measure(
+        measure, benchmark.gradients(), benchmark.methods, on_progress=on_progress, kernels=KERNELS
+    )
+    measured = {method: [values[method] for values in per_rank] for method in benchmark.methods}
+    return {"environment": benchmark.environment(benchmark.seed), "rows": _rows(benchmark, link_mbit, measured)}
 
 
 def run_sizes(
@@ -152,26 +129,6 @@ def parse_size(text: str) -> int:
     if size < 1:
         raise ValueError(f"unknown size {text!r}; legal forms: '64kb', '16mb', '1gb'")
     return size
-
-
-def _result(
-    benchmark: SyncBenchmark, link_mbit: float | None, per_rank: Sequence[dict[str, RankMeasurement]]
-) -> dict[str, Any]:
-    measured = {method: [values[method] for values in per_rank] for method in benchmark.methods}
-    return {"environment": _environment(benchmark), "rows": _rows(benchmark, link_mbit, measured)}
-
-
-def _environment(benchmark: SyncBenchmark) -> dict[str, Any]:
-    return {
-        **environment(),
-        "hosts": benchmark.hosts,
-        "in_job": is_in_job(),
-        "link_nominal_mbit": benchmark.link.mbit,
-        "repeat": benchmark.repeat,
-        "warm_up": benchmark.warm_up,
-        "seed": benchmark.seed,
-        "threads_per_rank": torch.get_num_threads() if is_in_job() else 1,
-    }
 
 
 def _rows(
@@ -218,7 +175,7 @@ def _rows(
 
 
 def _bandwidths(size_bytes: int, world_size: int, seconds: float) -> dict[str, float]:
-    """The bandwidths of nccl-tests for an all-reduce: of the dense gradient, whatever a scheme sends in its place."""
+    """The bandwidths of nccl-tests for an all-reduce: of the dense gradient, whatever a scheme sends instead."""
     algbw = size_bytes / seconds
     return {"size_bytes": size_bytes, "algbw": algbw, "busbw": algbw * 2 * (world_size - 1) / world_size}
 
@@ -333,15 +290,3 @@ def _scheme(name: str, hosts: Hosts) -> Scheme | TwoLevel:
     scheme = scheme_of(name)
     assert scheme is not None, "what ran is a scheme"
     return scheme.placed(host_of_ranks(hosts)) if isinstance(scheme, TwoLevel) else scheme
-
-
-def seconds_of_runs(measurements: Sequence[Timed]) -> list[float]:
-    """Return the seconds of each repetition, from the first rank that started to the last that ended."""
-    starts = zip(*(measurement.started for measurement in measurements), strict=True)
-    ends = zip(*(measurement.ended for measurement in measurements), strict=True)
-    return [max(end) - min(start) for start, end in zip(starts, ends, strict=True)]
-
-
-def quantile(values: Sequence[float], share: float) -> float:
-    """Return the quantile of values at a share of them."""
-    return float(torch.tensor(values, dtype=torch.float64).quantile(share))

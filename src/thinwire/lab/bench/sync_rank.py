@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -15,39 +13,27 @@ from torch import Tensor
 
 from thinwire import kernels
 from thinwire.comm.channel import Subject
-from thinwire.comm.hosts import HOST_VARIABLE
 from thinwire.comm.lane import Lane
 from thinwire.comm.machine import LONG_PROBE_BYTES, Machine
 from thinwire.comm.machine import measure as measure_machine
 from thinwire.gradients.exact import GradientSync
 from thinwire.gradients.tables import TableGradient
 from thinwire.lab.bench.methods import AGSPARSE_TORCH, scheme_of
+from thinwire.lab.bench.turns import Turns, timed
 from thinwire.lab.bench.workload import Workload
 from thinwire.lab.testbed.rank import RankContext
-from thinwire.sparse import SparseRows
-from thinwire.sync.choose import MAX_STEPS
-from thinwire.sync.experience import Experience
-from thinwire.sync.named import AUTO, DENSE, name_of
-from thinwire.sync.scheme import Scheme
-from thinwire.sync.synchronize import agree, dense_all_reduce, synchronize
-from thinwire.sync.two_level import TwoLevel
-
-_HEAD_START_SECONDS = 0.05  # a broadcast of 8 bytes lasts 5 to 15 ms
-
+from thinwire.rows.sparse import SparseRows
+from thinwire.sums.named import AUTO, DENSE, name_of
+from thinwire.sums.scheme import Scheme
+from thinwire.sums.synchronize import agree, dense_all_reduce, synchronize
+from thinwire.sums.two_level import TwoLevel
+from thinwire.tune.prices import chosen
+from thinwire.tune.trial import Arm, Trial
 
 _WARM_UP_ROWS = 64
-_TABLE, _LEAST_STEPS = "table", 2
+_TABLE, _SEEN_STEPS, _MOST_STEPS = "table", 3, 200
 
 Run = Callable[[], SparseRows | Tensor]
-
-
-class Timed(Protocol):
-    """Measurement whose runs have times."""
-
-    @property
-    def started(self) -> tuple[float, ...]: ...
-    @property
-    def ended(self) -> tuple[float, ...]: ...
 
 
 @dataclass(frozen=True)
@@ -64,30 +50,11 @@ class RankMeasurement:
     machine: Machine | None
 
 
-@dataclass(frozen=True)
-class Turns:
-    """How often each method runs; in every turn each runs once.
-
-    Args:
-        repeat: turns that are timed.
-        warm_up: full turns before, which are not; a run on a few rows always comes first.
-        ranks_per_host: so many consecutive ranks pretend to share a host; None if they are on hosts of their own.
-        one_clock: whether all ranks are on one machine, whose clock times a run from the first start to the last end.
-            Otherwise each rank times itself from a barrier on.
-    """
-
-    repeat: int
-    warm_up: int = 0
-    ranks_per_host: int | None = None
-    one_clock: bool = True
-
-
 def measure(
     context: RankContext, workload: Workload, methods: tuple[str, ...], turns: Turns
 ) -> dict[str, RankMeasurement]:
     """Run each method in turns, interleaved, and return a measurement for each."""
-    if turns.ranks_per_host is not None:
-        os.environ[HOST_VARIABLE] = str(context.rank // turns.ranks_per_host)
+    turns.share_hosts(context)
     rows = workload.rows(context.rank)
     lane = Lane()
     kernels.warm_up()
@@ -95,13 +62,17 @@ def measure(
     points = {method: _point(method, lane, rows) for method in methods}
     for method in methods:
         _once(_runner(points[method], lane, _few(rows)), lane, turns.one_clock)
-    runs: dict[str, list[_Run]] = {method: [] for method in methods}
-    for turn in range(turns.warm_up + turns.repeat):
-        for method in methods:
-            run = _once(_runner(points[method], lane, rows), lane, turns.one_clock)
-            if turn >= turns.warm_up:
-                runs[method] = [*(replace(earlier, result=None) for earlier in runs[method]), run]
-            context.send(method)
+    kept: dict[str, _Run] = {}
+
+    def run(method: str) -> _Run:
+        """Run once; only the last run of a method keeps its result."""
+        done = _once(_runner(points[method], lane, rows), lane, turns.one_clock)
+        if method in kept:
+            kept[method].result = None
+        kept[method] = done
+        return done
+
+    runs = turns.run(context, methods, run)
     lane.close()
     results = {method: _as_rows(runs[method][-1].result) for method in methods}
     errors = _errors(workload, results) if context.rank == 0 else {}
@@ -122,9 +93,9 @@ def measure(
     }
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Run:
-    """One timed run. Only the last one of a method keeps its result."""
+    """One timed run."""
 
     started: float
     ended: float
@@ -139,23 +110,6 @@ def _once(run: Run, lane: Lane, one_clock: bool) -> _Run:
     return _Run(*figures, results[0])
 
 
-def timed(run: Callable[[], None], lane: Lane, one_clock: bool) -> tuple[float, float, int, int]:
-    """Run on all ranks together, and return start, end, bytes sent, and those between hosts; see `Turns`."""
-    before = replace(lane.exchange.traffic)
-    if one_clock:
-        _start_together()
-    else:
-        dist.barrier()
-    started = time.perf_counter()
-    run()
-    ended = time.perf_counter()
-    now = lane.exchange.traffic
-    sent_bytes = now.sent_bytes - before.sent_bytes
-    between_bytes = now.sent_between_hosts_bytes - before.sent_between_hosts_bytes
-    origin = 0.0 if one_clock else started
-    return started - origin, ended - origin, sent_bytes, between_bytes
-
-
 def _few(rows: SparseRows) -> SparseRows:
     """The first few rows: enough to open connections and load code."""
     count = int((rows.ids < _WARM_UP_ROWS).sum())
@@ -165,15 +119,6 @@ def _few(rows: SparseRows) -> SparseRows:
 def _as_rows(result: SparseRows | Tensor | None) -> SparseRows:
     assert result is not None, "the last run keeps its result"
     return SparseRows.from_tensor(result) if isinstance(result, Tensor) else result
-
-
-def _start_together() -> None:
-    """Return at the same instant on all ranks. They leave a barrier 10 ms apart on two cores, which is not the
-    synchronization's time; the clock is the machine's, so rank 0 can name an instant for all."""
-    dist.barrier()
-    instant = torch.tensor([time.perf_counter() + _HEAD_START_SECONDS], dtype=torch.float64)
-    dist.broadcast(instant, 0)
-    time.sleep(max(0.0, instant.item() - time.perf_counter()))
 
 
 Point = Scheme | TwoLevel | str
@@ -191,22 +136,28 @@ def _point(method: str, lane: Lane, rows: SparseRows) -> Point:
     if scheme is not None:
         return scheme
     gradients, shape = GradientSync(AUTO), (rows.num_rows, rows.width)
-    gradients.may_leave = True
 
-    def step(lane: Lane) -> Experience | None:
+    def step(lane: Lane) -> None:
         tensor = torch.sparse_coo_tensor(rows.ids[None], rows.values, shape, is_coalesced=True, check_invariants=False)
         gradients.tables(lane, [TableGradient(_TABLE, tensor)])
-        return gradients.experiences.get(_TABLE)
 
-    learned = None
-    for number in range(1, MAX_STEPS + 1):
-        learned = lane.submit(step).wait()
-        if gradients.left:
-            return AGSPARSE_TORCH
-        if learned is None or (number > _LEAST_STEPS and learned.rehearsal is None):
-            break
-    point = DENSE if learned is None or learned.choice is None else learned.choice
-    return point.placed(lane.exchange.hosts) if isinstance(point, TwoLevel) else point
+    for _ in range(_SEEN_STEPS):
+        lane.submit(step).wait()
+    chosen_point = gradients.windows[_TABLE].choice if gradients.windows else None
+    _, rivals = gradients.rivals(1)
+    points: dict[str, Point] = {AGSPARSE_TORCH: AGSPARSE_TORCH}
+    for point in (chosen_point or DENSE, *(scheme_of(name) or DENSE for name, _ in rivals)):
+        points[name_of(point)] = point.placed(lane.exchange.hosts) if isinstance(point, TwoLevel) else point
+    trial = Trial([Arm(name) for name in points])
+    while not trial.is_settled and trial.steps < _MOST_STEPS:
+        run = _runner(points[trial.arm], lane, rows)
+        dist.barrier()
+        started = time.perf_counter()
+        run()
+        numbers = trial.note(time.perf_counter() - started)
+        if numbers is not None:
+            trial.learn(lane.agree("seconds of sums", numbers))
+    return points[trial.arms[trial.standing].name]
 
 
 def _runner(point: Point, lane: Lane, rows: SparseRows) -> Run:
@@ -219,7 +170,7 @@ def _runner(point: Point, lane: Lane, rows: SparseRows) -> Run:
 
     def job(lane: Lane) -> SparseRows:
         channel = lane.channel(subject)
-        held, scheme = agree(lambda: rows, point, channel)
+        held, scheme = agree(lambda: rows, point, channel, chosen)
         return synchronize(held, scheme, channel)
 
     return lambda: lane.submit(job).wait()
@@ -262,11 +213,11 @@ def _errors(workload: Workload, results: dict[str, SparseRows]) -> dict[str, flo
 
 
 def _deviation(result: SparseRows, union: Tensor, exact: Tensor) -> float:
-    places = torch.searchsorted(union, result.ids).clamp(max=max(union.numel() - 1, 0))
-    inside = union[places] == result.ids if union.numel() else torch.zeros_like(result.ids, dtype=torch.bool)
+    indices = torch.searchsorted(union, result.ids).clamp(max=max(union.numel() - 1, 0))
+    inside = union[indices] == result.ids if union.numel() else torch.zeros_like(result.ids, dtype=torch.bool)
     extra = result.values[~inside].double().abs().sum()
     difference = exact.clone()
-    difference.index_add_(0, places[inside], -result.values[inside].double())
+    difference.index_add_(0, indices[inside], -result.values[inside].double())
     largest = difference.abs().max() if difference.numel() else torch.zeros(())
     return float(torch.maximum(largest.double(), extra))
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from thinwire.lab.bench.recipes import Recipe, get_recipe, row_ids, row_values
 from thinwire.lab.bench.trace import load_trace
-from thinwire.sparse import SparseRows
+from thinwire.rows.sparse import SparseRows
 
 
 @dataclass(frozen=True)

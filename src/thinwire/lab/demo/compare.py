@@ -1,6 +1,8 @@
 """Comparison of the same training under stock DDP and under thinwire, on emulated hosts or on loopback."""
 
+import os
 import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,10 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from thinwire.lab.demo.corpus import Corpus
-from thinwire.lab.demo.model import ModelConfig
 from thinwire.lab.demo.train import (
+    KERNELS,
     VARIANTS,
     WARM_UP_STEPS,
+    FirstStep,
     RankResult,
     StepReport,
     TrainConfig,
@@ -22,17 +25,23 @@ from thinwire.lab.demo.train import (
     Variant,
     train_rank,
 )
-from thinwire.lab.testbed.launch import preload, run_ranks
+from thinwire.lab.testbed.launch import compile_kernels, preload, run_ranks
 from thinwire.lab.testbed.network import EmulatedNetwork, Link
 
 OnStep = Callable[[int, int, float], None]
 """Function called with the steps done, the expected number of steps, and the loss under stock DDP, mean over ranks."""
+OnStage = Callable[..., None]
+"""Function called with what is done before the first measured step, how much of it is done, and of how much."""
 
 Floats = npt.NDArray[np.float64]
 
 LOSS_TOLERANCE = 1e-6
 """Largest relative difference of losses that rounding explains: sums of float32 in another order give 1.5e-7."""
 TIMEOUT_SECONDS = 3600.0
+BUSY_SHARE = 0.4
+"""Share of the cores that other processes may want before step times mean little."""
+BUSY_SPREAD = 1.3
+"""Ratio of the 90th to the 10th percentile of stock DDP's steps that no quiet machine has; it is 1.02 on one."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +114,7 @@ class Comparison:
     Args:
         link_mbit: the measured link; None on loopback.
         results: by name of the variant.
+        load: other processes that ran or waited for one of the ``cores`` when this began.
     """
 
     config: TrainConfig
@@ -113,6 +123,14 @@ class Comparison:
     num_words: int
     link_mbit: float | None
     results: dict[str, VariantResult]
+    load: float = 0.0
+    cores: int = 1
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether other processes had so much of the machine that step times mean little."""
+        low, high = self.results["ddp"].step_seconds_range
+        return self.load > BUSY_SHARE * self.cores or high > BUSY_SPREAD * low
 
     @property
     def steps(self) -> int:
@@ -157,6 +175,8 @@ class Comparison:
             "seed": self.config.seed,
             "table_rows": self.config.num_rows,
             "link_mbit": self.link_mbit,
+            "load": self.load,
+            "machine_is_busy": self.is_busy,
             "corpus": {"tokens": self.num_tokens, "distinct_words": self.num_words},
             "loss_max_relative_difference": self.loss_difference,
             "parameters_bitwise_equal": self.parameters_bitwise_equal,
@@ -171,15 +191,13 @@ class Comparison:
         }
 
 
-def parameter_count(model: ModelConfig) -> int:
-    """Return the number of parameters of the language model: two tables, one LSTM layer, the projection."""
-    tables = 2 * model.num_words * model.embedding_dim
-    lstm = 4 * model.hidden_size * (model.embedding_dim + model.hidden_size + 2)
-    return tables + lstm + (model.hidden_size + 1) * model.embedding_dim
-
-
 def compare(
-    corpus: Corpus, config: TrainConfig, hosts: int, link: Link | None = None, on_step: OnStep | None = None
+    corpus: Corpus,
+    config: TrainConfig,
+    hosts: int,
+    link: Link | None = None,
+    on_step: OnStep | None = None,
+    on_stage: OnStage = lambda *stage: None,
 ) -> Comparison:
     """Train all variants in turn in the same processes, one for each host.
 
@@ -194,40 +212,69 @@ def compare(
     if hosts < 1:
         raise ValueError(f"hosts must be at least 1, got {hosts}")
     preload("torch._dynamo")
+    load = _others_running()
+    compile_kernels(KERNELS, on_stage)
     with tempfile.TemporaryDirectory(prefix="thinwire-demo-") as directory:
         job = TrainJob(config, Path(directory) / "tokens.npy")
         # A file of our own: the cache of the corpus may be missing or replaced while we run.
         np.save(job.tokens_file, corpus.tokens)
-        link_mbit, ranks = _train(job, hosts, link, _Progress(hosts, on_step))
+        link_mbit, ranks = _train(job, hosts, link, _Progress(hosts, on_step, on_stage), on_stage)
     results = {variant.name: _collect(variant, [rank[variant.name] for rank in ranks]) for variant in VARIANTS}
-    return Comparison(config, hosts, len(corpus.tokens), corpus.num_words, link_mbit, results)
+    cores = len(os.sched_getaffinity(0))
+    return Comparison(config, hosts, len(corpus.tokens), corpus.num_words, link_mbit, results, load, cores)
+
+
+def _others_running() -> float:
+    """Return how many other processes run or wait for a core, over half a second; the load average lags by a minute."""
+    seen = []
+    for _ in range(10):
+        time.sleep(0.05)
+        try:
+            seen.append(int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0]) - 1)
+        except OSError:
+            return 0.0
+    return float(np.mean(seen))
 
 
 def _train(
-    job: TrainJob, hosts: int, link: Link | None, progress: "_Progress"
+    job: TrainJob, hosts: int, link: Link | None, progress: "_Progress", on_stage: OnStage
 ) -> tuple[float | None, list[dict[str, RankResult]]]:
     """Return the measured link in Mbit/s, and the results of each rank."""
 
     def run(network: EmulatedNetwork | None) -> list[dict[str, RankResult]]:
         outcomes = run_ranks(
-            train_rank, job, world_size=hosts, network=network, timeout_seconds=TIMEOUT_SECONDS, on_message=progress
+            train_rank,
+            job,
+            world_size=hosts,
+            network=network,
+            timeout_seconds=TIMEOUT_SECONDS,
+            on_message=progress,
+            kernels=KERNELS,
         )
         return [outcome.value for outcome in outcomes]
 
     if link is None:
+        on_stage(f"Starting {hosts} ranks on loopback", 0, 0)
         return None, run(None)
+    on_stage(f"Making {hosts} hosts and measuring their links", 0, 0)
     with EmulatedNetwork(hosts, link) as network:
-        return network.measure(), run(network)
+        mbit = network.measure()
+        on_stage(f"Measured links of {mbit:,.0f} Mbit/s; starting {hosts} ranks", 0, 0)
+        return mbit, run(network)
 
 
 class _Progress:
     """Receiver of the reports of all ranks, which calls ``on_step`` once all ranks have done a step."""
 
-    def __init__(self, hosts: int, on_step: OnStep | None) -> None:
-        self._hosts, self._on_step = hosts, on_step
+    def __init__(self, hosts: int, on_step: OnStep | None, on_stage: OnStage) -> None:
+        self._hosts, self._on_step, self._on_stage = hosts, on_step, on_stage
         self._losses: defaultdict[int, list[float]] = defaultdict(list)
 
-    def __call__(self, rank: int, report: StepReport) -> None:
+    def __call__(self, rank: int, report: StepReport | FirstStep) -> None:
+        if isinstance(report, FirstStep):
+            if rank == 0:
+                self._on_stage(f"First step of {report.label}", 0, 0)
+            return
         losses = self._losses[report.step]
         losses.append(report.loss)
         if len(losses) == self._hosts and self._on_step is not None:

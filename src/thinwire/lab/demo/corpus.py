@@ -114,8 +114,8 @@ def cache_directory(source: Path | None = None, cache: Path | None = None) -> Pa
     """Return the directory of a Python release, cache version and source directory, below the user's cache."""
     base = cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "thinwire"
     release = ".".join(map(str, sys.version_info[:3]))
-    place = zlib.crc32(str((source or standard_library()).resolve()).encode())
-    return base / f"corpus-v{CACHE_VERSION}-{sys.implementation.name}-{release}-{place:08x}"
+    location = zlib.crc32(str((source or standard_library()).resolve()).encode())
+    return base / f"corpus-v{CACHE_VERSION}-{sys.implementation.name}-{release}-{location:08x}"
 
 
 def tokens_file(directory: Path) -> Path:

@@ -1,6 +1,6 @@
 """Seconds and bytes of stock DDP, which runs without any hook of ours.
 
-Seconds are those of DDP's own log. Gloo keeps no count of bytes: they follow from the formulas of its collectives and
+Seconds come from DDP's own log. Gloo keeps no count of bytes: they follow from the formulas of its collectives and
 the rows of each gradient.
 """
 

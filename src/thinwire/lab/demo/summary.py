@@ -70,7 +70,12 @@ def result(comparison: Comparison) -> str:
     how = f"{speed} than this model under DDP" if speed else "As fast as this model under DDP"
     losses = "with the same losses" if comparison.is_exact else "but the losses differ: please report this"
     where = ", on loopback, where bytes cost next to nothing" if comparison.link_mbit is None else ""
-    return f"{how}, by one line: thinwire.attach(model), {losses}{where}."
+    busy = ""
+    if comparison.is_busy:
+        load = f"{comparison.load:.0f} other processes on {comparison.cores} cores, " if comparison.load >= 1 else ""
+        low, high = map(format_seconds, comparison.results["ddp"].step_seconds_range)
+        busy = f" This machine is busy ({load}steps of stock DDP of {low} to {high}): these times mean little."
+    return f"{how}, by one line: thinwire.attach(model), {losses}{where}.{busy}"
 
 
 def advice(comparison: Comparison) -> str:

@@ -25,10 +25,19 @@ INITIAL_ACCUMULATOR = 0.1
 """Initial accumulator of Adagrad: from 0 a gradient of rounding noise would cause a full step."""
 WARM_UP_STEPS = 2
 """First steps, which no median includes: DDP forms its buckets, thinwire measures the link and loads its kernels."""
+LEAST_MEASURED = 5
+"""Fewest steps in a median if their number follows from a time, unless they take longer than `MOST_SECONDS`."""
 LEAST_STEPS = 4
-"""Fewest steps if their number follows from a time: at 100 Mbit/s, dense tables take stock DDP 18 s a step."""
+"""Fewest steps however long they take: at 100 Mbit/s, dense tables take stock DDP 18 s a step."""
+MOST_SECONDS = 120.0
+"""Most seconds of measured steps that are waited for, for the sake of `LEAST_MEASURED`."""
 MOST_STEPS = 30
 """Most steps if their number follows from a time: rounding grows with steps, to 2.7e-7 of the loss in 27 of them."""
+KERNELS = (
+    "sum_rows", "union_positions", "deal", "checksum", "elias_fano_encode", "elias_fano_decode", "sum_rows_at",
+    "dealt_ids", "scatter_rows", "pack_bits", "unpack_bits",
+)  # fmt: skip
+"""Kernels that the schemes call which "auto" chooses here: 6 s of a processor to compile, of 33 s for all."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +68,7 @@ class TrainConfig:
     """Settings of a training run.
 
     Args:
-        steps: steps of each variant; None for as many as fit into ``seconds``, from `LEAST_STEPS` to `MOST_STEPS`.
+        steps: steps of each variant; None for as many measured ones as fit into ``seconds``, at least `LEAST_MEASURED`.
         batch_size: sequences per rank and step, of ``sequence_length`` words.
         num_rows: rows of each table. It does not depend on the text: without the tests of the standard library, as in
             Debian's packages, that has 49 thousand words instead of 120 thousand. Rows beyond the words are only
@@ -67,7 +76,7 @@ class TrainConfig:
     """
 
     steps: int | None = None
-    seconds: float = 40.0
+    seconds: float = 30.0
     seed: int = 0
     batch_size: int = 32
     sequence_length: int = 20
@@ -86,11 +95,14 @@ class TrainConfig:
             raise ValueError(f"steps must be at least 1, got {self.steps}")
 
     def steps_in_all(self, done: int, seconds: float) -> int:
-        """Return the expected number of steps of a run that took ``seconds`` for the first ``done`` of them."""
+        """Return the expected number of steps of a run that did ``done``, the measured ones of them in ``seconds``."""
         if self.steps is not None:
             return self.steps
-        fitting = done if seconds >= self.seconds else max(done + 1, math.floor(done * self.seconds / seconds))
-        return min(max(LEAST_STEPS, fitting), MOST_STEPS)
+        measured = max(0, done - WARM_UP_STEPS)
+        least = LEAST_STEPS if seconds >= MOST_SECONDS else WARM_UP_STEPS + LEAST_MEASURED
+        fitting = math.floor(measured * self.seconds / seconds) if measured else 0
+        more = done if seconds >= self.seconds else max(done + 1, WARM_UP_STEPS + fitting)
+        return min(max(least, more), MOST_STEPS)
 
 
 @dataclass(frozen=True)
@@ -103,6 +115,13 @@ class TrainJob:
 
     config: TrainConfig
     tokens_file: Path
+
+
+@dataclass(frozen=True)
+class FirstStep:
+    """Message of a rank before the first step of a variant, which takes several times as long as later ones."""
+
+    label: str
 
 
 @dataclass(frozen=True)
@@ -140,10 +159,14 @@ def train_rank(context: RankContext, job: TrainJob) -> dict[str, RankResult]:
     torch.sparse.check_sparse_tensor_invariants.disable()
     trainings = [DemoTraining(job, variant) for variant in VARIANTS]
     dist.barrier()
-    start, done, in_all = time.perf_counter(), 0, 1
+    start, done, in_all = 0.0, 0, 1
     while done < in_all:
+        if done <= WARM_UP_STEPS:
+            start = time.perf_counter()
         first = done % len(trainings)
         for training in trainings[first:] + trainings[:first]:
+            if not done:
+                context.send(FirstStep(training.variant.label))
             training.step(done)
         done += 1
         in_all = _of_rank_0(job.config.steps_in_all(done, time.perf_counter() - start))

@@ -1,4 +1,5 @@
-"""The lines that do what a `Way` says, which the doctor prints for pasting and runs to see whether they are right."""
+"""The lines that do what a `Option` says, which the doctor prints for pasting and runs to see whether they are
+right."""
 
 from __future__ import annotations
 
@@ -6,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 
-from thinwire.compress.assign import with_memory
+from thinwire.compress.memory import with_memory
 from thinwire.compress.named import NAMES, colons, parse, split
-from thinwire.compress.reduction.choose import reduction_for
+from thinwire.compress.reductions.choose import reduction_for
 from thinwire.lab.planning.measurement import DdpSite, Measurement
-from thinwire.lab.planning.planner import Way, plan_of
+from thinwire.lab.planning.planner import Option, plan_of
 from thinwire.plan.plan import LOSSLESS, STOCK, Plan
 
 
@@ -19,12 +20,12 @@ class Advice:
     """What to change in a training.
 
     Args:
-        name: name of the way.
+        name: name of the option.
         attaches: whether to call ``thinwire.attach`` at all; False for stock DDP.
-        compressor: text of `thinwire.compress.named.parse` for ``compress=``; None for none.
-        exchange: ``exchange=``; None where "auto" takes the right one.
+        compressor: text of `thinwire.compress.named.parse`; None for none.
+        exchange: its exchange; None where "auto" takes the right one.
         plan: the plan to follow, or None.
-        dense: ``dense=``; None where "auto" decides.
+        dense: the exact sum; None where "auto" decides.
     """
 
     name: str
@@ -35,26 +36,26 @@ class Advice:
     dense: str | None = None
 
 
-def advice_of(way: Way, measurement: Measurement, found: Sequence[Way]) -> Advice:
+def advice_of(option: Option, measurement: Measurement, options: Sequence[Option]) -> Advice:
     """Return what to change so that a training goes this way.
 
     Args:
-        found: all ways, which a plan has as its candidates; the first is stock DDP.
+        found: all options, which a plan has as its candidates; the first is stock DDP.
     """
-    if way.name == STOCK:
-        return Advice(way.name, attaches=False)
-    if not way.is_plain:
-        return Advice(way.name, plan=plan_of(way, measurement, found))
-    if way.is_exact:
-        return Advice(way.name, dense=LOSSLESS if way.is_lossless else None)
-    (compressor, exchange), *_ = way.codecs
+    if option.name == STOCK:
+        return Advice(option.name, attaches=False)
+    if not option.is_plain:
+        return Advice(option.name, plan=plan_of(option, measurement, options))
+    if option.is_exact:
+        return Advice(option.name, dense=LOSSLESS if option.is_lossless else None)
+    (compressor, exchange), *_ = option.codecs
     code, costs = with_memory(parse(compressor)), measurement.costs(compressor, exchange)
     by_itself = {
         reduction_for("auto", code, parameter, measurement.world_size).name
         for parameter, coded in zip(measurement.parameters, costs.coded, strict=True)
         if coded
     }
-    return Advice(way.name, True, compressor, None if by_itself == {exchange} else exchange)
+    return Advice(option.name, True, compressor, None if by_itself == {exchange} else exchange)
 
 
 def lines_of(advice: Advice, ddp: DdpSite | None, plan_path: str = "plan.json") -> list[str]:
@@ -69,15 +70,16 @@ def lines_of(advice: Advice, ddp: DdpSite | None, plan_path: str = "plan.json") 
     model = ddp.target if ddp is not None and ddp.target else "model"
     if advice.plan is None:
         arguments = [model]
-        arguments += [f"compress={expression(advice.compressor)}"] if advice.compressor else []
-        arguments += [f'exchange="{advice.exchange}"'] if advice.exchange else []
         arguments += [f'dense="{advice.dense}"'] if advice.dense else []
+        if advice.compressor:
+            exchange = f'.by("{advice.exchange}")' if advice.exchange else ""
+            arguments.append(f"dense={expression(advice.compressor)}{exchange}")
         return ["import thinwire", f"sync = thinwire.attach({', '.join(arguments)})"]
     lines = ["import thinwire", f'plan = thinwire.Plan.load("{plan_path}")']
     if ddp is not None:
         built = ddp.grouped_call or "DistributedDataParallel(module, bucket_cap_mb_list=plan.bucket_cap_mb_list())"
         lines.append(f"{model} = {built}")
-    return [*lines, f"sync = thinwire.attach({model}, plan=plan)"]
+    return [*lines, f"sync = thinwire.attach({model}, dense=plan)"]
 
 
 def where_to_paste(advice: Advice, ddp: DdpSite | None) -> str:

@@ -8,28 +8,30 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from thinwire.fuse.policy import Policy, default_policies
 from thinwire.lab.doctor.advice import Advice, advice_of, lines_of, where_to_paste
+from thinwire.lab.doctor.equal_loss import Judgement
+from thinwire.lab.doctor.losses import describe_loss, loss_json
 from thinwire.lab.doctor.lossless import LosslessOption, format_mbit, lossless_option
 from thinwire.lab.planning.measurement import Measurement
 from thinwire.lab.planning.outer import OuterOption, outer_option
 from thinwire.lab.planning.planner import (
-    DEFAULTS,
-    LOSSIER_WORTH,
     LOSSY_WORTH,
-    MEASURED_LOSSY_WORTH,
+    PLAN_WORTH,
     SHORT,
-    Way,
-    best_way,
+    LossRow,
+    Option,
+    best_option,
     plan_of,
+    price_options,
     step_seconds,
     stock_seconds,
-    ways,
     with_sums,
 )
-from thinwire.lossless.decide import TAKEN
-from thinwire.plan.explain import format_bytes, format_seconds
+from thinwire.lab.planning.tables import RowJob
 from thinwire.plan.plan import LOSSLESS, STOCK, WORTH, Plan
+from thinwire.plan.policy import Policy, default_policies
+from thinwire.plan.text import format_bytes, format_seconds
+from thinwire.tune.lossless import TAKEN
 
 SPEEDS_MBIT = tuple(10 ** (1 + step / 4) for step in range(17))
 """Link speeds in the picture: 10 Mbit/s to 100 Gbit/s."""
@@ -37,11 +39,15 @@ SPEEDS_MBIT = tuple(10 ** (1 + step / 4) for step in range(17))
 _EXPOSED = 0.03
 """Share of a step above which waiting for the network counts."""
 _BISECTIONS = 6
-FINALISTS = 5
-"""Largest number of ways that are trained before one is recommended; stock DDP is one of them."""
-_HOPEFUL = 1.3
-"""Ratio to the best predicted step above which a way is not trained: predictions were off by 40 % at worst."""
-NOT_TRIED = "not tried: no time was left"
+FINALISTS = 6
+"""Largest number of options that are trained before one is recommended; stock DDP is one of them."""
+NOT_TRIED = "not tried"
+"""Beginning of the reason why an option was not tried, which is no failure."""
+_BELOW_WIRE = 0.8
+"""Share of the seconds of its bytes on the link below which a measured step cannot be: links are measured to 5 %."""
+_FAR_OFF, _LEAST_SECONDS = 3.0, 0.05
+"""Ratio of a measured step to its prediction, either way, and the least difference, above which one of them is wrong:
+predictions were off by 40 % at worst. Of steps of a few milliseconds a busy machine makes any multiple."""
 
 OnSpeed = Callable[[int, int], None]
 """A callback that receives the number of link speeds done, and of all."""
@@ -60,7 +66,7 @@ class Confirmed:
     """A way that was trained for a few steps.
 
     Args:
-        name: name of the way.
+        name: name of the option.
         predicted_step_seconds: step seconds by the timeline.
         measured_step_seconds: median step of the slowest rank; None if the training failed, or was not tried.
         failure: why there is none, in a line.
@@ -81,24 +87,26 @@ class Diagnosis:
         measurement: the measured figures.
         advice: what to change, which may be nothing.
         plan: the same as a plan; `Plan.does_nothing` says that there is nothing to do.
-        found: all ways that could be advised, stock DDP first.
-        better_plan: name and step seconds of a way that needs a plan and is better by enough, where none was asked for.
-        best_exact: name and step seconds of the fastest way without compression.
+        found: all options that could be advised, stock DDP first.
+        better_plan: name and step seconds of an option that needs a plan and is better by enough, where none was asked
+        for. best_exact: name and step seconds of the fastest way without compression.
         exposed_seconds: seconds of each step in which backward waits for the network under stock DDP.
         communication_seconds: seconds of each step in which its network is busy.
         curves: curves of stock DDP, the best exact way, and each compressor.
         stops_mbit: link speed above which nothing beats stock DDP by enough; None if something does at 100 Gbit/s, 0
             if nothing does at any speed.
-        compression_stops_mbit: the same for ways that compress, against the best exact one.
-        confirmed: the ways that were trained; where there are any but stock DDP, their measured seconds decide.
+        compression_stops_mbit: the same for options that compress, against the best exact one.
+        confirmed: the options that were trained; where there are any but stock DDP, their measured seconds decide.
         tries_lossless: whether to train with lossless sums, however they are predicted to do.
+        error: why there is no verdict: a measured step that cannot be. Empty if there is one.
+        judgement: what holds the loss of the training; None where that was not asked for.
     """
 
     title: str
     measurement: Measurement
     advice: Advice
     plan: Plan
-    found: tuple[Way, ...]
+    options: tuple[Option, ...]
     better_plan: tuple[str, float] | None
     best_exact: tuple[str, float]
     exposed_seconds: float
@@ -108,6 +116,8 @@ class Diagnosis:
     compression_stops_mbit: float | None
     confirmed: tuple[Confirmed, ...] = ()
     tries_lossless: bool = False
+    error: str = ""
+    judgement: Judgement | None = None
 
     @property
     def stock_step_seconds(self) -> float:
@@ -124,8 +134,23 @@ class Diagnosis:
         return self.plan.dense_seconds - self.exposed_seconds
 
     @property
+    def hidden_seconds(self) -> float:
+        """Seconds of communication that backward hides: never more than backward lasts."""
+        return min(self.backward_seconds, max(0.0, self.communication_seconds - self.exposed_seconds))
+
+    @property
+    def untried(self) -> frozenset[str]:
+        """Names of the options for which no time was left."""
+        return frozenset(row.name for row in self.confirmed if row.failure.startswith(NOT_TRIED))
+
+    @property
+    def is_best_exact_untried(self) -> bool:
+        """Whether the best exact way is known by its prediction only, although options were trained."""
+        return self.best_exact[0] in self.untried
+
+    @property
     def failed(self) -> tuple[Confirmed, ...]:
-        """The ways whose training failed."""
+        """The options whose training failed."""
         return tuple(row for row in self.confirmed if _has_failed(row))
 
     @property
@@ -149,24 +174,54 @@ class Diagnosis:
         """The price of lossless sums; None if it was not measured what the code achieves."""
         return lossless_option(self.measurement)
 
+    @property
+    def judged(self) -> LossRow | None:
+        """The loss of the advice in short trainings; None where there were none."""
+        return next((option.judged for option in self.options if option.name == self.plan.choice), None)
+
+    def seconds_of(self, row: LossRow) -> float | None:
+        """Return the step seconds of the fastest option with a judged method; None if none is left."""
+        measured = {each.name: each.measured_step_seconds for each in self.confirmed}
+        options = [option for option in self.options if option.judged == row]
+        return min((measured.get(one.name) or step_seconds(self.measurement, one) for one in options), default=None)
+
     def to_json(self) -> dict[str, Any]:
-        lossless = self.lossless
-        return {
-            "title": self.title,
+        lossless, optimizer = self.lossless, self.measurement.optimizer
+        taken = [group.compressor for group in self.plan.groups]
+        compressors = {option.name: option.compressors for option in self.options}
+        verdict: dict[str, Any] = {
             "do_nothing": self.plan.does_nothing,
-            "stock_step_seconds": self.stock_step_seconds,
             "plan_step_seconds": self.plan.step_seconds,
             "speedup": self.plan.speedup,
             "advice": {
                 "name": self.advice.name,
                 "lines": lines_of(self.advice, self.measurement.ddp),
                 "where": where_to_paste(self.advice, self.measurement.ddp) if self.advice.attaches else "",
+                "loss": loss_json(taken, optimizer),
+                "rate": 1.0 if self.judged is None else self.judged.rate,
             },
             "outer": None if self.outer is None else self.outer.to_json(),
+            "best_exact": {
+                "name": self.best_exact[0],
+                "step_seconds": self.best_exact[1],
+                "predicted": not self.is_measured or self.is_best_exact_untried,
+            },
+            "plan": self.plan.to_json(),
+        }
+        return {
+            "title": self.title,
+            "error": self.error or None,
+            **(dict.fromkeys(verdict) if self.error else verdict),
+            "stock_step_seconds": self.stock_step_seconds,
             "lossless": None if lossless is None else lossless.to_json(),
-            "confirmed": [asdict(row) for row in self.confirmed],
-            "tables": [asdict(job) for job in self.measurement.row_jobs],
-            "best_exact": {"name": self.best_exact[0], "step_seconds": self.best_exact[1]},
+            "confirmed": [
+                {**asdict(row), "loss": loss_json(compressors.get(row.name, ()), optimizer)} for row in self.confirmed
+            ],
+            "optimizer": optimizer,
+            "passes": self.measurement.passes,
+            "synchronizations": self.measurement.synchronizations,
+            "tables": [asdict(job) for job in _row_jobs(self.measurement)],
+            "losses": None if self.judgement is None else self.judgement.to_json(self.seconds_of),
             "communication_seconds": self.communication_seconds,
             "exposed_seconds": self.exposed_seconds,
             "exposed_share": self.exposed_share,
@@ -175,7 +230,6 @@ class Diagnosis:
             "compression_stops_mbit": self.compression_stops_mbit,
             "speeds_mbit": list(SPEEDS_MBIT),
             "curves": [asdict(curve) for curve in self.curves],
-            "plan": self.plan.to_json(),
             "measurement": self.measurement.to_json(),
         }
 
@@ -183,121 +237,158 @@ class Diagnosis:
 def diagnose(
     title: str,
     measurement: Measurement,
-    compressors: Sequence[str] = DEFAULTS,
+    compressors: Sequence[str] | None = None,
     policies: Sequence[Policy] | None = None,
     on_speed: OnSpeed = lambda done, total: None,
     with_plan: bool = True,
     dense: str = "auto",
+    judgement: Judgement | None = None,
 ) -> Diagnosis:
-    """Price all ways on this link, and the best of each kind on others.
+    """Price all options on this link, and the best of each kind on others.
 
     Args:
+        compressors: None for those that suit the optimizer.
         policies: fusion policies for the plan; the curves use the last but one of them, by default Cupcake's.
         with_plan: whether the advice may need the file of a plan.
         dense: "native" leaves out lossless sums; "lossless" trains with them, see `finalists`.
+        judgement: what holds the loss; all other lossy options are left out.
 
     Raises:
         ValueError: a compressor that was not measured, or whose bytes cannot be predicted.
     """
     policies = default_policies() if policies is None else policies
     measurement = with_sums(measurement, dense)
-    priced = _possible(measurement, ways(measurement, compressors, policies))
-    found = [way for way in priced if with_plan or way.is_plain]
-    best = best_way(measurement, found)
-    with_plans = best_way(measurement, priced)
+    priced = _possible(measurement, price_options(measurement, compressors, policies), judgement)
+    options = [option for option in priced if with_plan or option.is_plain]
+    best = best_option(measurement, options)
+    with_plans = best_option(measurement, priced)
     fusing = policies[-2:-1] or policies
 
-    def at(mbit: float) -> list[Way]:
+    def at(mbit: float) -> list[Option]:
         # By the quicker search, whose plans are within 2 % of the other's: there are dozens of links, and "espresso"
         # takes some seconds at each for a model of 300 gradients.
         moved = measurement.at(mbit)
-        alike = _possible(moved, ways(moved, compressors, fusing, search="groups"))
-        return [way for way in alike if with_plan or way.is_plain]
+        alike = _possible(moved, price_options(moved, compressors, fusing, search="groups"), judgement)
+        return [option for option in alike if with_plan or option.is_plain]
 
-    def taken(mbit: float) -> Way:
-        return best_way(measurement, at(mbit))
+    def taken(mbit: float) -> Option:
+        return best_option(measurement, at(mbit))
 
     curves: dict[str, list[float]] = {}
     winners = []
-    for place, mbit in enumerate(SPEEDS_MBIT):
+    for index, mbit in enumerate(SPEEDS_MBIT):
         alike = at(mbit)
         for name, seconds in _fastest_of_each(alike).items():
             curves.setdefault(name, []).append(measurement.other_seconds + seconds)
-        winners.append(best_way(measurement, alike))
-        on_speed(place + 1, len(SPEEDS_MBIT))
-    stock = found[0]
-    gains = step_seconds(measurement, best) > LOSSIER_WORTH * step_seconds(measurement, with_plans)
+        winners.append(best_option(measurement, alike))
+        on_speed(index + 1, len(SPEEDS_MBIT))
+    stock = options[0]
+    gains = step_seconds(measurement, best) > PLAN_WORTH * step_seconds(measurement, with_plans)
     return Diagnosis(
         title,
         measurement,
-        advice_of(best, measurement, found),
-        plan_of(best, measurement, found),
-        tuple(found),
+        advice_of(best, measurement, options),
+        plan_of(best, measurement, options),
+        tuple(options),
         (with_plans.name, step_seconds(measurement, with_plans)) if gains else None,
-        _best_exact(measurement, found),
+        _best_exact(measurement, options),
         max(0.0, stock.seconds - measurement.all_backward_seconds),
         stock_seconds(measurement),
         tuple(LinkCurve(name, tuple(seconds)) for name, seconds in curves.items()),
-        _stops([way.name != STOCK for way in winners], lambda mbit: taken(mbit).name != STOCK),
-        _stops([not way.is_exact for way in winners], lambda mbit: not taken(mbit).is_exact),
+        _stops([option.name != STOCK for option in winners], lambda mbit: taken(mbit).name != STOCK),
+        _stops([not option.is_exact for option in winners], lambda mbit: not taken(mbit).is_exact),
         tries_lossless=dense == LOSSLESS,
+        judgement=judgement,
     )
 
 
-def _possible(measurement: Measurement, found: Sequence[Way]) -> list[Way]:
-    """Return the ways that the model can go: DDP cannot form the buckets of every plan."""
+def _possible(
+    measurement: Measurement, options: Sequence[Option], judgement: Judgement | None = None
+) -> Sequence[Option]:
+    """Return the options that the model can take: DDP cannot form the buckets of every plan. With a judgement they hold
+    the loss."""
+    options = options if judgement is None else judgement.of(options)
     ddp = measurement.ddp
     last = math.fsum(measurement.backward_seconds)
     follows = ddp is None or (
         ddp.follows_plans and all(table.is_sparse or table.ready_seconds >= last for table in measurement.tables)
     )
-    return [way for way in found if way.is_plain or follows]
+    return [option for option in options if option.is_plain or follows]
 
 
-def _best_exact(measurement: Measurement, found: Sequence[Way]) -> tuple[str, float]:
-    exact = min((way for way in found if way.is_exact), key=lambda way: (way.seconds, way.timeline_seconds))
+def _best_exact(measurement: Measurement, options: Sequence[Option]) -> tuple[str, float]:
+    exact = min(
+        (option for option in options if option.is_exact), key=lambda option: (option.seconds, option.timeline_seconds)
+    )
     return exact.name, step_seconds(measurement, exact)
 
 
-def finalists(diagnosis: Diagnosis) -> list[Way]:
-    """Return the ways that are worth training: stock DDP, the best exact one, and the best of some compressors.
+def finalists(diagnosis: Diagnosis) -> list[Option]:
+    """Return the options that are worth training, in the order in which to try them.
 
-    Of compressors the fastest is among them, and then those that lose least, if they are about as fast. Lossless sums
-    are, if they are predicted to be faster than other exact ways, or asked for.
+    These are stock DDP, exact options, the best first, and those that compress, the one that loses least first.
+
+    Lossless sums are among them if they are predicted to be faster than other exact options, or asked for; a
+    compressor if
+    its predicted step is shorter than that of the best exact way: it has to be `LOSSY_WORTH` times as fast, and
+    predictions are off by as much.
     """
     measurement = diagnosis.measurement
-    stock, *others = sorted(diagnosis.found, key=lambda way: (way.name != STOCK, way.seconds, way.timeline_seconds))
-    best: dict[int, Way] = {}
-    for way in others:
-        first = best.setdefault(way.loss, way)
-        if way.is_plain and not first.is_plain and _is_close(measurement, way, first):
-            best[way.loss] = way
-    kinds = sorted(best.values(), key=lambda way: way.seconds)
-    bound = _HOPEFUL * min(step_seconds(measurement, way) for way in [stock, *kinds])
-    uncoded = [way for way in [stock, *kinds] if way.is_exact and not way.is_lossless]
-    gaining = min(step_seconds(measurement, way) for way in uncoded) / WORTH
-    hopeful = [
-        way
-        for way in kinds
-        if step_seconds(measurement, way) <= (gaining if way.is_lossless else bound)
-        or (way.is_exact and (diagnosis.tries_lossless or not way.is_lossless))
+    stock, *others = sorted(
+        diagnosis.options, key=lambda option: (option.name != STOCK, option.seconds, option.timeline_seconds)
+    )
+    best: dict[int, Option] = {}
+    for option in others:
+        first = best.setdefault(option.loss, option)
+        if option.is_plain and not first.is_plain and _is_close(measurement, option, first):
+            best[option.loss] = option
+    uncoded = [stock, *(option for option in best.values() if option.is_exact and not option.is_lossless)]
+    gaining = min(step_seconds(measurement, option) for option in uncoded) / WORTH
+    exact = [
+        option
+        for option in best.values()
+        if option.is_exact
+        and (not option.is_lossless or diagnosis.tries_lossless or step_seconds(measurement, option) <= gaining)
     ]
-    exact, lossy = [way for way in hopeful if way.is_exact], [way for way in hopeful if not way.is_exact]
-    return [stock, *exact, *lossy[:1], *sorted(lossy[1:], key=lambda way: way.loss)][:FINALISTS]
+    bound = min(option.seconds for option in [stock, *exact])
+    lossy = sorted(
+        (option for option in best.values() if not option.is_exact and option.seconds < bound),
+        key=lambda option: option.loss,
+    )
+    return [stock, *exact, *lossy][:FINALISTS]
 
 
-def _is_close(measurement: Measurement, way: Way, fastest: Way) -> bool:
-    return step_seconds(measurement, way) <= LOSSIER_WORTH * step_seconds(measurement, fastest)
+def _is_close(measurement: Measurement, option: Option, fastest: Option) -> bool:
+    return step_seconds(measurement, option) <= PLAN_WORTH * step_seconds(measurement, fastest)
+
+
+def why_impossible(row: Confirmed, option: Option, measurement: Measurement) -> str:
+    """Return why a measured step cannot be, with both figures; empty if it can."""
+    seconds, predicted = row.measured_step_seconds, row.predicted_step_seconds
+    if seconds is None:
+        return ""
+    measured = f"{row.name}: a step of {format_seconds(seconds)} was measured, and"
+    if seconds < _BELOW_WIRE * option.wire_seconds:
+        return (
+            f"{measured} its bytes alone need {format_seconds(option.wire_seconds)} on this link of"
+            f" {measurement.link.mbit:.0f} Mbit/s"
+        )
+    is_far = max(seconds, predicted) > _FAR_OFF * min(seconds, predicted)
+    if is_far and abs(seconds - predicted) > _LEAST_SECONDS:
+        return f"{measured} {format_seconds(predicted)} was predicted"
+    return ""
 
 
 def confirm(diagnosis: Diagnosis, trained: Sequence[Confirmed]) -> Diagnosis:
-    """Return the diagnosis with the measured seconds of ways, which decide.
+    """Return the diagnosis with the measured seconds of options, which decide.
 
-    Where none but stock DDP could be trained, the prediction stands. The seconds of computing were measured apart;
-    they are cut to the shortest measured step, which computes no less.
+    An exact way that was not tried keeps its predicted seconds; while it is the best exact one, none that compresses
+    is recommended. Where all but stock DDP failed, the prediction stands. The seconds of computing were measured apart;
+    they are cut to the shortest measured step, which computes no less. A measured step that the wire forbids, or far
+    from its prediction, is an error.
 
     Args:
-        trained: ways of `finalists`, stock DDP among them.
+        trained: options of `finalists`, stock DDP among them.
 
     Raises:
         ValueError: stock DDP failed.
@@ -306,42 +397,49 @@ def confirm(diagnosis: Diagnosis, trained: Sequence[Confirmed]) -> Diagnosis:
     steps = {row.name: row.measured_step_seconds for row in trained if row.measured_step_seconds is not None}
     if STOCK not in steps:
         raise ValueError("the training failed under stock DDP: " + "; ".join(row.failure for row in trained))
-    if len(steps) == 1 and len(trained) > 1:
-        return replace(diagnosis, confirmed=tuple(trained))
+    known = {option.name: option for option in diagnosis.options}
+    doubts = [why_impossible(row, known[row.name], measurement) for row in trained if row.name in known]
     computing = measurement.other_seconds + measurement.all_backward_seconds
     cut = min(1.0, min(steps.values()) / computing) if computing else 1.0
     other = cut * measurement.other_seconds
-    ways_trained = [
-        replace(way, seconds=steps[way.name] - other, timeline_seconds=way.seconds)
-        for way in diagnosis.found
-        if way.name in steps
+    options_trained = [
+        replace(option, seconds=steps[option.name] - other, timeline_seconds=option.seconds)
+        for option in diagnosis.options
+        if option.name in steps
     ]
     failed = {row.name for row in trained if _has_failed(row)}
     rest = [
-        replace(way, seconds=max(0.0, step_seconds(measurement, way) - other))
-        for way in diagnosis.found
-        if way.name not in {*steps, *failed}
+        replace(option, seconds=max(0.0, step_seconds(measurement, option) - other))
+        for option in diagnosis.options
+        if option.name not in {*steps, *failed}
     ]
+    seen = replace(diagnosis, confirmed=tuple(trained), error="; ".join(filter(None, doubts)))
     timed = replace(measurement, forward_seconds=other, rest_seconds=0.0)
-    best = best_way(timed, ways_trained, MEASURED_LOSSY_WORTH)
+    untried = [option for option in rest if option.name in seen.untried and option.is_exact]
+    best_exact = _best_exact(timed, [*options_trained, *untried])
+    if len(trained) > 1 and failed == {row.name for row in trained} - {STOCK}:
+        return seen
+    best = best_option(
+        timed,
+        [option for option in [*options_trained, *untried] if option.is_exact or best_exact[0] not in seen.untried],
+    )
     return replace(
-        diagnosis,
-        advice=advice_of(best, timed, [*ways_trained, *rest]),
-        plan=plan_of(best, timed, [*ways_trained, *rest]),
-        best_exact=_best_exact(timed, ways_trained),
+        seen,
+        advice=advice_of(best, timed, [*options_trained, *rest]),
+        plan=plan_of(best, timed, [*options_trained, *rest]),
+        best_exact=best_exact,
         exposed_seconds=max(0.0, steps[STOCK] - cut * computing),
         better_plan=diagnosis.better_plan if _would_gain(diagnosis, step_seconds(timed, best)) else None,
-        confirmed=tuple(trained),
     )
 
 
 def _has_failed(row: Confirmed) -> bool:
-    return row.measured_step_seconds is None and row.failure != NOT_TRIED
+    return row.measured_step_seconds is None and not row.failure.startswith(NOT_TRIED)
 
 
 def _would_gain(diagnosis: Diagnosis, measured_seconds: float) -> bool:
     """Return whether the prediction of a plan is better by enough than a step that was measured."""
-    return diagnosis.better_plan is not None and measured_seconds > LOSSIER_WORTH * diagnosis.better_plan[1]
+    return diagnosis.better_plan is not None and measured_seconds > PLAN_WORTH * diagnosis.better_plan[1]
 
 
 def describe(diagnosis: Diagnosis, plan_path: str | None = None) -> str:
@@ -354,7 +452,8 @@ def describe(diagnosis: Diagnosis, plan_path: str | None = None) -> str:
     width = max(len(name) for name, _ in rows)
     lines = [f"thinwire doctor: {diagnosis.title}", ""]
     lines += [f"{name:<{width}}  {text}" for name, text in rows]
-    return "\n".join([*lines, *_confirmed(diagnosis), "", *_advice(diagnosis, plan_path)]) + "\n"
+    judged = [] if diagnosis.judgement is None else ["", *diagnosis.judgement.describe(diagnosis.seconds_of)]
+    return "\n".join([*lines, *judged, *_confirmed(diagnosis), "", *_advice(diagnosis, plan_path)]) + "\n"
 
 
 def answers(diagnosis: Diagnosis) -> list[tuple[str, str]]:
@@ -365,17 +464,44 @@ def answers(diagnosis: Diagnosis) -> list[tuple[str, str]]:
     count = len(measured.parameters) + len(measured.tables)
     return [
         ("Model", f"{count} parameters, {format_bytes(size_bytes)} of gradients"),
-        *[("Tables" if not place else "", text) for place, text in enumerate(_tables(measured))],
+        *[("Tables" if not index else "", text) for index, text in enumerate(_tables(measured))],
         ("Ranks", f"{measured.world_size} on {hosts}, {measured.device}"),
         *_left_out(measured),
-        ("Link", measured.link.network.describe()),
+        *_steps(measured),
+        ("Link", measured.link.describe()),
         ("A step of stock DDP", _parts(diagnosis)),
         ("Exposed?", _exposure(diagnosis)),
-        ("Best exact way", _gain(diagnosis, *diagnosis.best_exact)),
+        ("Best exact way", _gain(diagnosis, *diagnosis.best_exact) + _untried(diagnosis, diagnosis.best_exact[0])),
         *([] if diagnosis.lossless is None else [("Lossless sums", diagnosis.lossless.describe())]),
         ("Recommended", _verdict(diagnosis)),
         *_ranges(diagnosis),
     ]
+
+
+def _steps(measured: Measurement) -> list[tuple[str, str]]:
+    """Return what a step is, where it is more than one backward."""
+    if measured.passes == 1:
+        return []
+    times = "once" if measured.synchronizations == 1 else f"{measured.synchronizations} times"
+    return [("A step", f"{measured.passes} backwards, synchronized {times}, and the optimizer's step")]
+
+
+def _row_jobs(measured: Measurement) -> list[RowJob]:
+    """Return the jobs of tables with the bytes and seconds of all synchronizations of a step."""
+    count = measured.synchronizations
+    return [
+        replace(
+            job,
+            sent_bytes=count * job.sent_bytes,
+            wire_seconds=count * job.wire_seconds,
+            seconds=count * job.seconds,
+        )
+        for job in measured.row_jobs
+    ]
+
+
+def _untried(diagnosis: Diagnosis, name: str) -> str:
+    return "; predicted, because it was not tried" if name in diagnosis.untried else ""
 
 
 def _parts(diagnosis: Diagnosis) -> str:
@@ -403,37 +529,50 @@ def _left_out(measured: Measurement) -> list[tuple[str, str]]:
 def _tables(measured: Measurement) -> list[str]:
     """Return a line for each job of tables: names, sizes, rows, and what they cost."""
     known, lines = {table.name: table for table in measured.tables}, []
-    for job in measured.row_jobs:
+    for job in _row_jobs(measured):
         tables = [known[name] for name in job.tables]
         names = ", ".join(table.name for table in tables[:3]) + (", ..." if len(tables) > 3 else "")
         density = statistics.fmean(table.density for table in tables)
         lines.append(
-            f"{names}: {format_bytes(sum(table.size_bytes for table in tables))}, of whose rows a rank touches"
-            f" {100 * density:.2g} %; by {job.scheme} {format_bytes(job.sent_bytes)} in {format_seconds(job.seconds)}"
+            f"{names}: {format_bytes(sum(table.size_bytes for table in tables))}; each rank touches"
+            f" {100 * density:.2g} % of the rows; thinwire sends {format_bytes(job.sent_bytes)} in"
+            f" {format_seconds(job.seconds)} (scheme {job.scheme})"
         )
     return lines
 
 
 def _confirmed(diagnosis: Diagnosis) -> list[str]:
-    """Return the table of the ways that were trained."""
+    """Return the table of the options that were trained."""
     if not diagnosis.confirmed:
         return []
     width = max(len(row.name) for row in diagnosis.confirmed)
     lines = ["", f"{'Trained for a few steps':<{width}}  {'predicted':>9}  {'measured':>9}"]
     for row in diagnosis.confirmed:
         measured = row.failure if row.measured_step_seconds is None else format_seconds(row.measured_step_seconds)
-        lines.append(f"{row.name:<{width}}  {format_seconds(row.predicted_step_seconds):>9}  {measured:>9}")
+        line = f"{row.name:<{width}}  {format_seconds(row.predicted_step_seconds):>9}  {measured:>9}"
+        loss = loss_in_words(diagnosis, row.name)
+        lines.append(f"{line}  {loss}" if loss else line)
     return lines
 
 
-def _fastest_of_each(found: Sequence[Way]) -> dict[str, float]:
-    """Return seconds of stock DDP, of exact ways, and of each compressor that all groups share."""
-    fastest = {STOCK: found[0].seconds}
-    for way in found[1:]:
-        used = set(way.compressors) or {None}
-        name = next(iter(used)) or (SHORT if way.is_lossless else "exact, fused")
+def loss_in_words(diagnosis: Diagnosis, name: str) -> str:
+    """Return what short trainings, or else our tables, say of the loss of an option; empty if it is exact."""
+    option = next((option for option in diagnosis.options if option.name == name), None)
+    if option is None or option.is_exact:
+        return ""
+    if option.judged is not None:
+        return f"loss {option.judged.against} at rate x{option.judged.rate:g}, by short trainings"
+    return describe_loss(option.compressors, diagnosis.measurement.optimizer)
+
+
+def _fastest_of_each(options: Sequence[Option]) -> dict[str, float]:
+    """Return seconds of stock DDP, of exact options, and of each compressor that all groups share."""
+    fastest = {STOCK: options[0].seconds}
+    for option in options[1:]:
+        used = set(option.compressors) or {None}
+        name = next(iter(used)) or (SHORT if option.is_lossless else "exact, fused")
         if len(used) == 1:
-            fastest[name] = min(way.seconds, fastest.get(name, math.inf))
+            fastest[name] = min(option.seconds, fastest.get(name, math.inf))
     return fastest
 
 
@@ -443,7 +582,7 @@ def _stops(pays: Sequence[bool], pays_at: Callable[[float], bool]) -> float | No
         return None
     if not any(pays):
         return 0.0
-    last = max(place for place, answer in enumerate(pays) if answer)
+    last = max(index for index, answer in enumerate(pays) if answer)
     low, high = math.log(SPEEDS_MBIT[last]), math.log(SPEEDS_MBIT[last + 1])
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
@@ -454,7 +593,7 @@ def _stops(pays: Sequence[bool], pays_at: Callable[[float], bool]) -> float | No
 def _exposure(diagnosis: Diagnosis) -> str:
     if diagnosis.is_exposed:
         return f"yes: {diagnosis.exposed_share:.0%} of a step waits for the network"
-    hidden = format_seconds(max(0.0, diagnosis.communication_seconds - diagnosis.exposed_seconds))
+    hidden = format_seconds(diagnosis.hidden_seconds)
     return f"no: {diagnosis.exposed_share:.1%} of a step waits, and {hidden} of communication hide behind backward"
 
 
@@ -467,16 +606,19 @@ def _gain(diagnosis: Diagnosis, name: str, step_seconds: float) -> str:
 
 def _verdict(diagnosis: Diagnosis) -> str:
     plan = diagnosis.plan
+    if diagnosis.error:
+        return "nothing, because of a figure that cannot be"
     if plan.does_nothing:
-        lossy = MEASURED_LOSSY_WORTH if diagnosis.is_measured else LOSSY_WORTH
         return (
             f"do nothing: no exact way is faster than stock DDP by more than {100 * (WORTH - 1):.0f} %,"
             + (f" no lossless sum by {100 * (TAKEN - 1):.0f} %," if diagnosis.measurement.dense_codes else "")
-            + f" and no lossy one by {100 * (lossy - 1):.0f} %"
+            + (f" and no lossy one by {100 * (LOSSY_WORTH - 1):.0f} %" if diagnosis.judgement is None else "")
+            + (", and no lossy one that holds the loss reaches it 5 % sooner" if diagnosis.judgement else "")
         )
-    lossy_too = "; lossy" if any(group.compressor for group in plan.groups) else ""
-    untried = "; predicted, because no way could be tried" if diagnosis.failed and not diagnosis.is_measured else ""
-    return _gain(diagnosis, plan.choice, plan.step_seconds) + lossy_too + untried
+    loss = loss_in_words(diagnosis, plan.choice)
+    failed = "; predicted, because no way could be tried" if diagnosis.failed and not diagnosis.is_measured else ""
+    words = [_gain(diagnosis, plan.choice, plan.step_seconds), *(["lossy", loss] if loss else [])]
+    return "; ".join(words) + (failed or _untried(diagnosis, plan.choice))
 
 
 def _ranges(diagnosis: Diagnosis) -> list[tuple[str, str]]:
@@ -484,6 +626,8 @@ def _ranges(diagnosis: Diagnosis) -> list[tuple[str, str]]:
 
     An exact way pays on slower links, too, if it does on this one, by the margin of the recommendation.
     """
+    if diagnosis.error or diagnosis.is_best_exact_untried:
+        return []
     lossy, anything = diagnosis.compression_stops_mbit, diagnosis.stops_mbit
     here = diagnosis.measurement.link.mbit
     if diagnosis.is_measured:
@@ -508,16 +652,29 @@ def _range(stops: float | None) -> str:
 
 def _advice(diagnosis: Diagnosis, plan_path: str | None) -> list[str]:
     advice, ddp = diagnosis.advice, diagnosis.measurement.ddp
+    if diagnosis.error:
+        return [
+            f"No verdict: {diagnosis.error}. One of the two figures is wrong: is the machine busy, or are the steps of"
+            " the script not alike? Rerun with --fresh."
+        ]
     if not advice.attaches:
         nothing = "Do nothing. Stock DDP is as good as anything here, and simpler."
-        return [nothing, *_doubt(diagnosis), *_hint(diagnosis), *_another_algorithm(diagnosis)]
+        return [nothing, *_rate(diagnosis), *_doubt(diagnosis), *_hint(diagnosis), *_another_algorithm(diagnosis)]
     is_written = advice.plan is None or plan_path is not None
     start = "Add" if is_written else "Write the plan with --output plan.json, and add"
     pasted = lines_of(advice, ddp, plan_path or "plan.json")
     lines = [f"{start}, {where_to_paste(advice, ddp)}:", "", *(f"    {line}" for line in pasted)]
     if any(group.compressor for group in diagnosis.plan.groups):
         lines += ["", "It is lossy: compare the loss too, or take the exact way with --compress none."]
-    return [*lines, *_doubt(diagnosis), *_hint(diagnosis), *_another_algorithm(diagnosis)]
+    return [*lines, *_rate(diagnosis), *_doubt(diagnosis), *_hint(diagnosis), *_another_algorithm(diagnosis)]
+
+
+def _rate(diagnosis: Diagnosis) -> list[str]:
+    """Return a sentence about the learning rate, which decides more than most codes do."""
+    row = diagnosis.judged
+    if row is None or row.rate == 1.0:
+        return []
+    return ["", f"Multiply the learning rates by {row.rate:g}: short trainings ended {row.gain:.1%} lower so."]
 
 
 def _another_algorithm(diagnosis: Diagnosis) -> list[str]:
@@ -525,7 +682,7 @@ def _another_algorithm(diagnosis: Diagnosis) -> list[str]:
 
 
 def _doubt(diagnosis: Diagnosis) -> list[str]:
-    """Return a sentence about ways that could not be tried."""
+    """Return a sentence about options that could not be tried."""
     if not diagnosis.failed:
         return []
     if diagnosis.is_measured:
@@ -542,4 +699,4 @@ def _hint(diagnosis: Diagnosis) -> list[str]:
     if diagnosis.better_plan is None:
         return []
     name, seconds = diagnosis.better_plan
-    return ["", f"A plan may be faster: {name}, {format_seconds(seconds)} a step is predicted. Try --output plan.json."]
+    return ["", f"Predicted with a plan, {name}: {format_seconds(seconds)} a step. To write one: --output plan.json."]

@@ -8,10 +8,13 @@ from typing import Any
 
 from thinwire.lab.planning.measurement import Measurement
 from thinwire.lab.planning.planner import usual_groups
-from thinwire.lossless.decide import Code, Ranks, lossless_seconds, native_seconds, verdict
-from thinwire.wire import ring_all_reduce_bytes
+from thinwire.plan.text import format_seconds
+from thinwire.rows.formats import ring_all_reduce_bytes
+from thinwire.tune.lossless import Code, Ranks, lossless_seconds, native_seconds, verdict
 
 _MOST_MBIT = 1e7
+_ONE_CORE, _TWO_CORES = 0.9, 1.5
+"""Cores for the code of a rank from which on the break-even holds for one core, and for two."""
 
 
 @dataclass(frozen=True)
@@ -46,13 +49,15 @@ class LosslessOption:
 
     def describe(self) -> str:
         """Return the verdict in one line."""
-        found = verdict(self.native_seconds, self.seconds, self.code)
-        one, two = map(format_mbit, self.break_even_mbit)
-        here = f"{self.cores:.1f} here" if self.cores >= 0.05 else "next to none here"
-        below = f"faster below {one} with a core for each rank's code, {two} with two ({here})"
-        if not self.break_even_mbit[1]:
-            below = "faster on no link"
-        return f"{'pays' if self.pays else 'nothing to gain'}: {found.reason}; {below}"
+        one, two = self.break_even_mbit
+        saved = 1.0 - self.sent_bytes / self.native_bytes if self.native_bytes else 0.0
+        share = f"saves {saved:.0%}" if saved > 0 else f"adds {-saved:.0%}"
+        times = f"{format_seconds(self.seconds)} instead of {format_seconds(self.native_seconds)} a step"
+        rate = one if self.cores < _TWO_CORES else two
+        below = f"worth it below {format_mbit(rate)}" if rate else "worth it on no link"
+        if rate and self.cores < _ONE_CORE:
+            below += f" with a core for each rank's code ({self.cores:.1f} here)"
+        return f"{'pays' if self.pays else 'nothing to gain'}, {share} of the bytes: {times}; {below}"
 
 
 def lossless_option(measurement: Measurement) -> LosslessOption | None:
@@ -64,20 +69,21 @@ def lossless_option(measurement: Measurement) -> LosslessOption | None:
     codes = {dtype: entry.code for dtype, entry in known.items()}
     if not codes:
         return None
-    world_size, groups = measurement.world_size, usual_groups(measurement)
+    world_size, groups, count = measurement.world_size, usual_groups(measurement), measurement.synchronizations
     exact, coded = measurement.costs(), measurement.lossless_costs()
     main = max(codes, key=lambda dtype: sizes[dtype])
     ranks = Ranks(world_size, math.ceil(world_size / measurement.hosts) if measurement.hosts > 1 else 1)
     one, two = (break_even_mbit(sizes[main], ranks, codes[main], cores) for cores in (1, 2))
     return LosslessOption(
         codes[main],
-        math.fsum(
+        count
+        * math.fsum(
             codes[dtype].sent_bytes(size, world_size) if dtype in codes else ring_all_reduce_bytes(size, world_size)
             for dtype, size in sizes.items()
         ),
-        ring_all_reduce_bytes(sum(sizes.values()), world_size),
-        math.fsum(map(coded.seconds, groups)),
-        math.fsum(exact.seconds(group) - exact.opening_seconds for group in groups),
+        count * ring_all_reduce_bytes(sum(sizes.values()), world_size),
+        count * math.fsum(map(coded.seconds, groups)),
+        count * math.fsum(exact.seconds(group) - exact.opening_seconds for group in groups),
         (one, two),
         known[main].cores,
     )

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 from thinwire.lab import palette
 from thinwire.lab.doctor.advice import lines_of, where_to_paste
-from thinwire.lab.doctor.diagnosis import SPEEDS_MBIT, Diagnosis, LinkCurve, answers
+from thinwire.lab.doctor.diagnosis import SPEEDS_MBIT, Diagnosis, LinkCurve, answers, loss_in_words
 from thinwire.lab.doctor.lossless import format_mbit
 from thinwire.lab.plot import MOST_LINES, is_narrow, label_ends, mark
 from thinwire.lab.report import Report
-from thinwire.plan.explain import format_bytes, format_seconds
 from thinwire.plan.plan import EXACT, STOCK
+from thinwire.plan.text import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -67,17 +67,19 @@ def build_report(diagnosis: Diagnosis, plan_path: str | None = None) -> Report:
     report = Report("Does it pay to synchronize in another way?", diagnosis.title, [("Link", link)])
     _verdict(report, diagnosis)
     _paste(report, diagnosis, plan_path)
+    if diagnosis.judgement is not None:
+        report.code("\n".join(diagnosis.judgement.describe(diagnosis.seconds_of)), "Judged by short trainings")
     _trained(report, diagnosis)
     note = f"{_NOTE} Diamonds: measured." if diagnosis.confirmed else _NOTE
     report.picture(TITLE, lambda axes: draw(axes, diagnosis), note, _in_words(diagnosis), height_inches=4.0)
     report.table("Predicted step time by link speed", *_by_link(diagnosis))
     _tables(report, diagnosis)
     report.pairs("What was measured", [pair for pair in answers(diagnosis) if pair[0] not in ("Tables", "")])
-    _ways(report, diagnosis)
+    _options(report, diagnosis)
     report.items(
         "Doubts",
         [
-            f"{doubt} was measured badly: was the machine busy? Measure again with --fresh."
+            f"The times of {doubt} scatter by more than 30 %. Is the machine busy? Rerun with --fresh."
             for doubt in diagnosis.measurement.doubts()
         ],
     )
@@ -88,10 +90,13 @@ def _verdict(report: Report, diagnosis: Diagnosis) -> None:
     plan = diagnosis.plan
     stock, best = format_seconds(diagnosis.stock_step_seconds), format_seconds(plan.step_seconds)
     source = "measured" if diagnosis.is_measured else "predicted"
-    if plan.does_nothing:
+    if diagnosis.error:
+        report.hero("No verdict", f"{diagnosis.error}. One of the two figures is wrong: rerun with --fresh.", True)
+    elif plan.does_nothing:
         report.hero("Do nothing", f"Stock DDP is as good as anything here, and simpler: {stock} a step.")
     else:
         lossy = any(group.compressor for group in plan.groups)
+        source = "predicted" if plan.choice in diagnosis.untried else source
         text = f"{plan.choice}: {best} a step, and {stock} under stock DDP, {source}."
         report.hero(f"{plan.speedup:.2f}x faster", text + (" Compare the loss, too." if lossy else ""), lossy)
     report.figures(
@@ -106,6 +111,8 @@ def _verdict(report: Report, diagnosis: Diagnosis) -> None:
 
 def _paste(report: Report, diagnosis: Diagnosis, plan_path: str | None) -> None:
     advice, ddp = diagnosis.advice, diagnosis.measurement.ddp
+    if diagnosis.error:
+        return
     lines = lines_of(advice, ddp, plan_path or "plan.json")
     if lines:
         is_written = advice.plan is None or plan_path is not None
@@ -115,7 +122,9 @@ def _paste(report: Report, diagnosis: Diagnosis, plan_path: str | None) -> None:
         report.text("It is lossy: compare the loss, too, or take the exact way with --compress none.")
     if diagnosis.better_plan is not None:
         name, seconds = diagnosis.better_plan
-        report.text(f"A plan may be faster: {name}, {format_seconds(seconds)} a step. Try --output plan.json.")
+        report.text(
+            f"Predicted with a plan, {name}: {format_seconds(seconds)} a step. To write one: --output plan.json."
+        )
     if diagnosis.outer is not None:
         _, what, where, *_ = diagnosis.outer.describe()
         report.code("\n".join(diagnosis.outer.lines), f"Another algorithm: {diagnosis.outer.recipe}")
@@ -129,11 +138,12 @@ def _trained(report: Report, diagnosis: Diagnosis) -> None:
                 row.name,
                 format_seconds(row.predicted_step_seconds),
                 row.failure if row.measured_step_seconds is None else format_seconds(row.measured_step_seconds),
+                loss_in_words(diagnosis, row.name).removeprefix("loss "),
             ]
             for row in diagnosis.confirmed
         ]
         note = "The median step of the slowest rank. The measured times decide."
-        report.table("Trained for a few steps", ["way", "predicted step", "measured step"], rows, note)
+        report.table("Trained for a few steps", ["way", "predicted step", "measured step", "loss"], rows, note)
 
 
 def _tables(report: Report, diagnosis: Diagnosis) -> None:
@@ -158,7 +168,7 @@ def _tables(report: Report, diagnosis: Diagnosis) -> None:
         report.table("Embedding tables", columns, rows, note)
 
 
-def _ways(report: Report, diagnosis: Diagnosis) -> None:
+def _options(report: Report, diagnosis: Diagnosis) -> None:
     plan = diagnosis.plan
     rows = []
     for candidate in plan.candidates[:_SHOWN]:

@@ -20,19 +20,19 @@ import torch
 from torch import Tensor
 
 from thinwire import kernels
-from thinwire.codes import floats
 from thinwire.comm.agree import gather_numbers
 from thinwire.comm.lane import Lane
-from thinwire.compress.assign import with_memory
 from thinwire.compress.base import Compressor, Parameter
+from thinwire.compress.memory import with_memory
 from thinwire.compress.methods.sparsify import Sparsifier
 from thinwire.compress.named import parse
-from thinwire.compress.reduction.base import Phase, Stopwatch, Task
-from thinwire.compress.reduction.choose import REDUCTIONS, reduction_for
+from thinwire.compress.reductions.base import Phase, Stopwatch, Task
+from thinwire.compress.reductions.choose import REDUCTIONS, reduction_for
 from thinwire.compress.wrappers import code_of
 from thinwire.lab.planning.link import wait_for_all
 from thinwire.lab.planning.speeds import COPIES, Codec, DenseCode, Fit
-from thinwire.lossless.decide import Code
+from thinwire.rows import floats
+from thinwire.tune.lossless import Code
 
 T = TypeVar("T")
 Point = tuple[float, float]
@@ -46,8 +46,8 @@ CODED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 SAMPLES, SAMPLED_VALUES = 128, 4096
 """Runs of values that are coded to see what the code of gradients achieves, and values of each: 2 MB of float32. The
-bits of a value differ between layers: with 16 runs of eight times as many they were off by up to 2.5 %."""
-_PIECE_VALUES = 4 * SAMPLED_VALUES
+bits of a value differ between layers: with 16 runs of eight times as many they were off by up to 2.5 %. Runs of
+different layers have different exponents: four of them in one code were 4 % too many on the job `bert`."""
 
 _RUNS = 5
 _ROUNDS, _SECONDS, _LEAST_CORES = 3, 0.1, 0.01
@@ -84,22 +84,22 @@ def exchanges_of(text: str) -> tuple[str, ...]:
         ValueError: an unknown compressor, or one whose bytes depend on the gradients, so that no plan can predict it.
     """
     compressor, parameter = with_memory(parse(text)), Parameter("example.weight", SHAPES[0])
-    found: list[str] = []
+    exchanges: list[str] = []
     for name in REDUCTIONS:
-        if found == ["all_reduce"] or (name == "two_shot" and isinstance(code_of(compressor), Sparsifier)):
+        if exchanges == ["all_reduce"] or (name == "two_shot" and isinstance(code_of(compressor), Sparsifier)):
             continue
         try:
             reduction = reduction_for(name, compressor, parameter, world_size=2)
         except ValueError:
             continue
         if reduction.sent_bytes([(compressor, parameter)], 0, 2) is not None:
-            found.append(name)
-    if not found:
+            exchanges.append(name)
+    if not exchanges:
         raise ValueError(
             f"{text}: how many bytes it sends depends on the gradients or the step, so nobody can tell beforehand what"
             " it takes: plan with a compressor of fixed size, such as top_k, ef_sign_sgd or power_sgd"
         )
-    return tuple(found)
+    return tuple(exchanges)
 
 
 def _coding_seconds(
@@ -107,15 +107,15 @@ def _coding_seconds(
 ) -> list[Point]:
     """Return two points, of encoding and of decoding."""
     parameter = Parameter("measured.weight", shape)
-    way = reduction_for(exchange, compressor, parameter, lane.world_size)
-    state = way.init(compressor, parameter, lane.rank, lane.world_size)
+    reduction = reduction_for(exchange, compressor, parameter, lane.world_size)
+    state = reduction.init(compressor, parameter, lane.rank, lane.world_size)
     gradient = torch.randn(shape, dtype=torch.float32, generator=torch.Generator().manual_seed(lane.rank)).to(device)
     peers = EchoPeers(lane.rank, lane.world_size)
 
     def run() -> tuple[float, float]:
         stopwatch = Stopwatch()
         started = time.perf_counter()
-        (result,) = way.run([Task(compressor, parameter, gradient.cpu(), state)], peers, stopwatch)
+        (result,) = reduction.run([Task(compressor, parameter, gradient.cpu(), state)], peers, stopwatch)
         averaged = time.perf_counter()
         gradient.clone().copy_(result.mean)
         settle(device)
@@ -168,9 +168,9 @@ def _fit(points: Sequence[Point]) -> Fit:
 
 
 class EchoPeers:
-    """An implementation of `thinwire.compress.reduction.base.Peers` without a network, which echoes messages.
+    """An implementation of `thinwire.compress.reductions.base.Peers` without a network, which echoes messages.
 
-    Messages are verified as those of a network are.
+    Messages are verified as a network's are.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
@@ -200,7 +200,7 @@ class EchoPeers:
 
 
 class EchoedMessage:
-    """A message of an `EchoPeers`; see `thinwire.compress.reduction.base.Arrived`."""
+    """A message of an `EchoPeers`; see `thinwire.compress.reductions.base.Arrived`."""
 
     def __init__(self, data: Tensor) -> None:
         self._data = data
@@ -215,7 +215,7 @@ def _sealed(message: Tensor) -> Tensor:
 
 
 class GradientSample:
-    """Runs of a model's gradients, spread evenly over them; all ranks take the same places.
+    """Runs of a model's gradients, spread evenly over them; all ranks take the same positions.
 
     Args:
         trained: parameters by name, in the order of registration.
@@ -223,7 +223,7 @@ class GradientSample:
 
     Attributes:
         values: what was taken, one flat tensor for each dtype.
-        taken: number of gradients that were taken; of those of one parameter the last one counts.
+        taken: number of gradients that were taken; of one parameter the last one counts.
     """
 
     def __init__(self, trained: dict[str, Tensor], left_out: Collection[str] = ()) -> None:
@@ -235,22 +235,22 @@ class GradientSample:
             sizes = [trained[name].numel() for name in names]
             spans = list(_spans(sum(sizes)))
             self.values[dtype] = torch.zeros(sum(end - start for start, end in spans), dtype=dtype)
-            self._place(dtype, names, sizes, spans)
+            self._note_slices(dtype, names, sizes, spans)
 
-    def _place(
+    def _note_slices(
         self, dtype: torch.dtype, names: Sequence[str], sizes: Sequence[int], spans: Sequence[tuple[int, int]]
     ) -> None:
         """Note which values of each gradient are taken: from, to, and where to."""
         begin = 0
         for name, size in zip(names, sizes, strict=True):
-            offset, found = 0, []
+            offset, exchanges = 0, []
             for start, end in spans:
                 first, last = max(start, begin), min(end, begin + size)
                 if first < last:
-                    found.append((first - begin, last - begin, offset + first - start))
+                    exchanges.append((first - begin, last - begin, offset + first - start))
                 offset += end - start
-            if found:
-                self._slices[name] = dtype, found
+            if exchanges:
+                self._slices[name] = dtype, exchanges
             begin += size
 
     def take(self, name: str, gradient: Tensor | None) -> None:
@@ -260,8 +260,8 @@ class GradientSample:
             return
         self.taken += 1
         flat = gradient.detach().reshape(-1)
-        for start, end, place in slices:
-            self.values[gradient.dtype][place : place + end - start].copy_(flat[start:end])
+        for start, end, target in slices:
+            self.values[gradient.dtype][target : target + end - start].copy_(flat[start:end])
 
 
 def _spans(total: int) -> Iterator[tuple[int, int]]:
@@ -269,8 +269,8 @@ def _spans(total: int) -> Iterator[tuple[int, int]]:
     if total <= SAMPLES * SAMPLED_VALUES:
         yield 0, total
         return
-    for place in range(SAMPLES):
-        start = place * (total - SAMPLED_VALUES) // (SAMPLES - 1)
+    for number in range(SAMPLES):
+        start = number * (total - SAMPLED_VALUES) // (SAMPLES - 1)
         yield start, start + SAMPLED_VALUES
 
 
@@ -303,8 +303,8 @@ def _measured(lane: Lane, values: Tensor) -> DenseCode:
 
 
 def pieces_of(values: Tensor, world_size: int) -> tuple[Tensor, ...]:
-    """Return flat values in the pieces in which they are coded: a few runs, or a rank's share where that is smaller."""
-    return values.split(max(1, min(_PIECE_VALUES, -(-values.numel() // world_size))))
+    """Return flat values in the pieces in which they are coded: runs, or a rank's share where that is smaller."""
+    return values.split(max(1, min(SAMPLED_VALUES, -(-values.numel() // world_size))))
 
 
 def mean_bits(pieces: Sequence[Tensor]) -> float:
@@ -342,7 +342,7 @@ def _coding(pushed: Sequence[Tensor], pulled: Sequence[Tensor]) -> tuple[list[fl
 
 
 def _timed(until: float, *work: Callable[[], object]) -> tuple[float, ...]:
-    """Return the processor seconds of the fastest run of each, and those of all runs, in turns until it is time."""
+    """Return the processor seconds of the fastest run of each, and of all runs, in turns until it is time."""
     rounds: list[list[float]] = []
     began = time.thread_time()
     while len(rounds) < _ROUNDS or time.perf_counter() < until:

@@ -13,15 +13,16 @@ from functools import cached_property
 from typing import NamedTuple
 
 from thinwire.comm.process_group import ring_all_reduce_bytes
-from thinwire.compress.assign import leave_small, with_memory
+from thinwire.compress.assign import NATIVE, leave_small
 from thinwire.compress.base import Compressor, Parameter, Summable, check_parameter
+from thinwire.compress.memory import with_memory
 from thinwire.compress.named import parse
-from thinwire.compress.reduction.base import Reduction
-from thinwire.compress.reduction.choose import reduction_for
+from thinwire.compress.reductions.base import Reduction
+from thinwire.compress.reductions.choose import reduction_for
 from thinwire.compress.wrappers import code_of
 from thinwire.lab.planning.speeds import Codec, DenseCode, Fit, MeasuredLink
-from thinwire.lossless.decide import SEGMENT_BYTES
 from thinwire.plan.plan import LOSSLESS
+from thinwire.tune.lossless import SEGMENT_BYTES
 
 EXACT = "exact"
 """Kind of the messages of gradients that are not compressed."""
@@ -34,7 +35,7 @@ class Messages(NamedTuple):
 
     Attributes:
         kind: the exchange of the messages, or `EXACT`. Tensors of a job whose messages are equal share them.
-        alpha: seconds added to those of the bytes.
+        alpha: seconds beside the bytes' own.
         floor: least seconds of messages and bytes together.
         fixed: seconds added to either.
     """
@@ -97,7 +98,7 @@ class Costs:
 
     def seconds(self, members: Sequence[int]) -> float:
         """Return the seconds of one job."""
-        return job_seconds(self.opening_seconds, [self.parts[place] for place in members])
+        return job_seconds(self.opening_seconds, [self.parts[index] for index in members])
 
 
 def job_seconds(opening_seconds: float, parts: Iterable[CostPart]) -> float:
@@ -132,7 +133,7 @@ def coded_costs(
     policy = leave_small(compressor)
     rows, coded, rounds = [], [], 0
     for parameter in parameters:
-        coded.append(policy(parameter) is not None)
+        coded.append(policy(parameter) != NATIVE)
         if coded[-1]:
             check_parameter(compressor, parameter)
             reduction = reduction_for(codec.exchange, compressor, parameter, world_size)
@@ -149,10 +150,10 @@ def coded_costs(
 def lossless_costs(
     parameters: Sequence[Parameter], link: MeasuredLink, copies: Codec, codes: Sequence[DenseCode], world_size: int
 ) -> Costs:
-    """Return the costs of gradients that are summed losslessly; those of a dtype without a code stay native.
+    """Return the costs of gradients that are summed losslessly; gradients of a dtype without a code stay native.
 
     Of coding and wire the longer one counts, and of the other the share that cannot overlap, as in
-    `thinwire.lossless.decide.lossless_seconds` for a bucket of DDP.
+    `thinwire.tune.lossless.lossless_seconds` for a bucket of DDP.
     """
     native, known = exact_costs(parameters, link, copies, world_size), {entry.dtype: entry for entry in codes}
     total = sum(parameter.numel * parameter.dtype.itemsize for parameter in parameters)
@@ -160,10 +161,10 @@ def lossless_costs(
     deal, gather = link.all_to_all, link.all_gather
     messages = Messages(LOSSLESS, deal.line.alpha + gather.line.alpha, deal.floor + gather.floor)
     rows: list[tuple[float, float, float, Messages]] = []
-    for place, parameter in enumerate(parameters):
-        encode, wire, decode = native.encode_seconds[place], native.wire_seconds[place], native.decode_seconds[place]
+    for index, parameter in enumerate(parameters):
+        encode, wire, decode = native.encode_seconds[index], native.wire_seconds[index], native.decode_seconds[index]
         if parameter.dtype not in known:
-            rows.append((encode, wire, decode, native.messages[place]))
+            rows.append((encode, wire, decode, native.messages[index]))
             continue
         known_code, size_bytes = known[parameter.dtype], parameter.numel * parameter.dtype.itemsize
         coding = known_code.code.coding_seconds(size_bytes, world_size, known_code.cores)
@@ -171,18 +172,18 @@ def lossless_costs(
         rows.append((encode + min(coding, sending) / segments, max(coding, sending), decode, messages))
     if not rows:
         return native
-    encodes, wires, decodes, ways = zip(*rows, strict=True)
-    return Costs(encodes, wires, decodes, ways, native.opening_seconds)
+    encodes, wires, decodes, options = zip(*rows, strict=True)
+    return Costs(encodes, wires, decodes, options, native.opening_seconds)
 
 
 def chosen_costs(options: Sequence[Costs], choices: Sequence[int]) -> Costs:
     """Return the costs of the same gradients, each in the option of the given index."""
     picked = list(enumerate(choices))
     return Costs(
-        tuple(options[choice].encode_seconds[place] for place, choice in picked),
-        tuple(options[choice].wire_seconds[place] for place, choice in picked),
-        tuple(options[choice].decode_seconds[place] for place, choice in picked),
-        tuple(options[choice].messages[place] for place, choice in picked),
+        tuple(options[choice].encode_seconds[index] for index, choice in picked),
+        tuple(options[choice].wire_seconds[index] for index, choice in picked),
+        tuple(options[choice].decode_seconds[index] for index, choice in picked),
+        tuple(options[choice].messages[index] for index, choice in picked),
         options[0].opening_seconds,
     )
 
@@ -214,7 +215,7 @@ def _coded(
 
 
 def added_bytes(compressor: Compressor, parameter: Parameter, reduction: Reduction, world_size: int) -> int:
-    """Return the bytes that one more parameter like this adds to those of the busiest rank, without headers.
+    """Return the bytes that one more parameter like this adds to the busiest rank's, without headers.
 
     Raises:
         ValueError: the bytes depend on the gradients.

@@ -1,14 +1,14 @@
-"""Search the fastest way to cut gradients into jobs of the lane, and to send each, for any additive costs.
+"""Search the fastest option to cut gradients into jobs of the lane, and to send each, for any additive costs.
 
 The lane is beside backward, so when a gradient is ready does not depend on the plan. The rest of Cupcake's
 recursion (MLSys'23) is the time E(i) at which the lane is done with the first i gradients:
 
-    E(i) = min over j < i and ways w of max(E(j), ready(i)) + seconds of gradients j + 1 .. i as one job by w
+    E(i) = min over j < i and options w of max(E(j), ready(i)) + seconds of gradients j + 1 .. i as one job by w
 
 It is exact because the right side never falls when E(j) rises. Where encoding delays backward this does not hold, and
-`thinwire.fuse` has the search for it. O(N^2) for each way.
+`thinwire.fuse` has the search for it. O(N^2) for each option.
 
-`fastest_jobs` is that, and sends all gradients of a job the same way. `espresso_jobs` decides for each gradient, by
+`fastest_jobs` is that, and sends all gradients of a job the same option. `espresso_jobs` decides for each gradient, by
 Algorithm 1 of Espresso (EuroSys'23), and leaves the cuts to the recursion.
 """
 
@@ -19,39 +19,39 @@ from itertools import accumulate
 
 import numpy as np
 
-from thinwire.fuse.profile import Groups
 from thinwire.lab.planning.costs import Costs, chosen_costs, job_seconds
+from thinwire.plan.profile import Groups
 
 _LEAST_GAIN = 1e-6
 """Least relative gain of the timeline for which a decision is changed."""
 
 
-def fastest_jobs(backward_seconds: Sequence[float], ways: Sequence[Costs]) -> tuple[Groups, tuple[int, ...]]:
-    """Return the fastest groups, and the index of the way of each.
+def fastest_jobs(backward_seconds: Sequence[float], options: Sequence[Costs]) -> tuple[Groups, tuple[int, ...]]:
+    """Return the fastest groups, and the index of the option of each.
 
-    Of equal times fewer jobs win, and of equal ways the first.
+    Of equal times fewer jobs win, and of equal options the first.
 
     Args:
         backward_seconds: seconds of each gradient, in backward order.
-        ways: costs of the same gradients, one entry per way.
+        options: costs of the same gradients, one entry per option.
     """
     ready = list(accumulate(backward_seconds))
     count = len(ready)
-    prices = [_JobPrices(costs) for costs in ways]
+    prices = [_JobPrices(costs) for costs in options]
     done = np.zeros(count + 1)
     origin, chosen = [0] * (count + 1), [0] * (count + 1)
     for end in range(1, count + 1):
         start = np.maximum(done[:end], ready[end - 1])
         totals = np.stack([start + price.ending_at(end) for price in prices])
-        way, origin[end] = map(int, np.unravel_index(totals.argmin(), totals.shape))
-        chosen[end] = way
-        done[end] = totals[way, origin[end]]
-    groups, ways_taken, end = [], [], count
+        option, origin[end] = map(int, np.unravel_index(totals.argmin(), totals.shape))
+        chosen[end] = option
+        done[end] = totals[option, origin[end]]
+    groups, taken, end = [], [], count
     while end:
         groups.append(tuple(range(origin[end], end)))
-        ways_taken.append(chosen[end])
+        taken.append(chosen[end])
         end = origin[end]
-    return tuple(groups[::-1]), tuple(ways_taken[::-1])
+    return tuple(groups[::-1]), tuple(taken[::-1])
 
 
 class _JobPrices:
@@ -83,7 +83,7 @@ def _sums(values: np.ndarray) -> np.ndarray:
 def espresso_jobs(
     backward_seconds: Sequence[float], size_bytes: Sequence[float], options: Sequence[Costs]
 ) -> tuple[Groups, tuple[int, ...]]:
-    """Return groups, and the index of each gradient's option: those of one job may differ.
+    """Return groups, and the index of each gradient's option: gradients of one job may differ.
 
     Algorithm 1 from two sides, and the faster of both: from no compression, as published, and from `fastest_jobs`, so
     that the result is never slower than that. It is repeated with new cuts until nothing changes. On 2000 random jobs
@@ -95,14 +95,14 @@ def espresso_jobs(
         size_bytes: bytes of each gradient: the largest is decided first.
         options: costs of the same gradients, one entry per option; the first is without compression.
     """
-    groups, ways = fastest_jobs(backward_seconds, options)
-    alike = [way for group, way in zip(groups, ways, strict=True) for _ in group]
-    found = [_Decisions(backward_seconds, size_bytes, options, start) for start in ([0] * len(alike), alike)]
-    for decisions in found:
+    groups, taken = fastest_jobs(backward_seconds, options)
+    alike = [option for group, option in zip(groups, taken, strict=True) for _ in group]
+    searches = [_Decisions(backward_seconds, size_bytes, options, start) for start in ([0] * len(alike), alike)]
+    for decisions in searches:
         while decisions.decide_all():
             pass
         decisions.undo_all()
-    best = min(found, key=lambda decisions: decisions.seconds)
+    best = min(searches, key=lambda decisions: decisions.seconds)
     return best.groups, tuple(best.choices)
 
 

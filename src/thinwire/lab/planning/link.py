@@ -1,6 +1,6 @@
 """Measure the link of a process group: alpha and beta of each collective, on all ranks at once and with one result.
 
-A point is the median of a few blocks of runs; the seconds of a block are those of the slowest rank. Messages grow until
+A point is the median of a few blocks of runs; the slowest rank gives the seconds of a block. Messages grow until
 one lasts long enough for its bytes to count.
 """
 
@@ -19,8 +19,8 @@ from thinwire.comm.agree import gather_records, longest
 from thinwire.comm.lane import Lane
 from thinwire.comm.machine import LONG_PROBE_BYTES, Machine, measure
 from thinwire.comm.process_group import Exchange, ring_all_reduce_bytes
-from thinwire.fuse.profile import Linear
 from thinwire.lab.planning.speeds import Fit, MeasuredLink
+from thinwire.plan.profile import Linear
 
 REPEATS = 3
 _FIRST_BYTES = 4 * 1024

@@ -15,11 +15,11 @@ import torch
 
 from thinwire.comm.hosts import Hosts
 from thinwire.compress.base import Parameter
-from thinwire.fuse.profile import Linear, Profile
 from thinwire.lab.planning.costs import Costs, coded_costs, exact_costs, lossless_costs
 from thinwire.lab.planning.speeds import COPIES, Codec, DenseCode, Extra, MeasuredLink
 from thinwire.lab.planning.tables import EmbeddingTable, RowJob, row_jobs
 from thinwire.plan.plan import STOCK, fingerprint
+from thinwire.plan.profile import Linear, Profile
 
 VERSION = 1
 DOUBTFUL = 0.3
@@ -87,6 +87,9 @@ class Measurement:
         extras: errors of the timeline in training; see `thinwire.lab.planning.calibrate`.
         dense_codes: what the lossless code achieves on the gradients, by dtype; empty if it was not measured.
         ddp: the DDP model of a script; None for a plain module, which DDP would wrap with its default buckets.
+        passes: backwards of a step, such as accumulated batches make.
+        synchronizations: how many of them are synchronized; ``backward_seconds`` belong to one pass.
+        optimizer: types of torch's optimizers of the model, such as "AdamW"; empty if that is not known.
         version: version of this format.
 
     Raises:
@@ -108,6 +111,9 @@ class Measurement:
     extras: tuple[Extra, ...] = ()
     ddp: DdpSite | None = None
     dense_codes: tuple[DenseCode, ...] = ()
+    passes: int = 1
+    synchronizations: int = 1
+    optimizer: str = ""
     version: int = VERSION
 
     def __post_init__(self) -> None:
@@ -134,6 +140,10 @@ class Measurement:
         names = [parameter.name for parameter in self.parameters]
         if len(set(names)) < len(names):
             raise ValueError(f"a parameter was measured twice; {_HOW} again")
+        if not 1 <= self.synchronizations <= self.passes:
+            raise ValueError(
+                f"{self.synchronizations} synchronizations of {self.passes} backwards a step; {_HOW} again"
+            )
         times = {"forward_seconds": self.forward_seconds, "rest_seconds": self.rest_seconds}
         if not all(math.isfinite(extra.seconds) for extra in self.extras):
             raise ValueError(f"the difference from the timeline is no time; {_HOW} again")
@@ -157,9 +167,14 @@ class Measurement:
         return tuple(accumulate(self.backward_seconds))
 
     @property
-    def all_backward_seconds(self) -> float:
-        """Seconds of backward, with the gradients of tables."""
+    def pass_seconds(self) -> float:
+        """Seconds of one synchronized backward, with the gradients of tables."""
         return max([math.fsum(self.backward_seconds), *(table.ready_seconds for table in self.tables)])
+
+    @property
+    def all_backward_seconds(self) -> float:
+        """Seconds of all synchronized backwards of a step."""
+        return self.synchronizations * self.pass_seconds
 
     @cached_property
     def row_jobs(self) -> tuple[RowJob, ...]:
@@ -210,7 +225,7 @@ class Measurement:
         """Return the seconds of a step beyond its timeline, or 0 if it was not trained with this compressor.
 
         Args:
-            compressor: None for exact gradients; `STOCK` for those of DDP, which default to those of exact ones.
+            compressor: None for exact gradients; `STOCK` for DDP's, which default to the exact ones.
         """
         known = {(extra.compressor, extra.exchange): extra.seconds for extra in self.extras}
         exact = known.get((COPIES, exchange), 0.0)
@@ -322,7 +337,7 @@ class Measurement:
     def at(self, mbit: float) -> Measurement:
         """Return the same model on the same machines with another link, see `MeasuredLink.at`.
 
-        The extra seconds of exact gradients change with the cost of a byte. Those of compressors are work of
+        The extra seconds of exact gradients change with the cost of a byte. Extras of compressors are work of
         processors: on a faster link they stay, on a slower one they grow, and a gain is not carried over, because none
         must be promised that was never measured.
         """
@@ -349,6 +364,9 @@ class Measurement:
             "environment": dict(self.environment),
             "forward_seconds": self.forward_seconds,
             "rest_seconds": self.rest_seconds,
+            "passes": self.passes,
+            "synchronizations": self.synchronizations,
+            "optimizer": self.optimizer,
             "parameters": [
                 {"name": entry.name, "shape": list(entry.shape), "dtype": _dtype_name(entry.dtype), "seconds": seconds}
                 for entry, seconds in zip(self.parameters, self.backward_seconds, strict=True)
@@ -405,7 +423,10 @@ class Measurement:
             raise ValueError(f"cannot read the measurement {path}: {error.strerror}; {_HOW}") from error
         except ValueError as error:
             raise ValueError(f"{path} is not a measurement, which is a JSON file ({error}): {_HOW}") from error
-        return cls.from_json(data)
+        try:
+            return cls.from_json(data)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 
 from thinwire.lab.planning.measurement import Measurement
 from thinwire.lab.planning.tables import row_jobs
-from thinwire.plan.explain import format_bytes, format_seconds
-from thinwire.wire import ring_all_reduce_bytes
+from thinwire.outer.recipe import LEAST_ROUNDS
+from thinwire.plan.text import format_bytes, format_seconds
+from thinwire.rows.formats import ring_all_reduce_bytes
 
 EVERY = 32
 """Inner steps of a round: DiLoCo was trained with 50 to 500 and loses less with fewer."""
@@ -28,7 +29,7 @@ class OuterOption:
         sent_bytes: bytes that the busiest rank sends, in a step on average.
         exposed_seconds: seconds of a step in which training waits, on average; rounds are not hidden.
         step_seconds: predicted seconds of a step, on average.
-        best_step_seconds: those of the best way to synchronize each gradient.
+        best_step_seconds: seconds of a step with the best way to synchronize each gradient.
     """
 
     every: int
@@ -44,8 +45,8 @@ class OuterOption:
     @property
     def lines(self) -> list[str]:
         """The lines to paste."""
-        call = f"thinwire.attach(model, outer=thinwire.outer.{self.recipe}, optimizer=optimizer)"
-        return ["import thinwire", f"sync = {call}"]
+        call = f"thinwire.outer.attach(model, optimizer, thinwire.outer.{self.recipe})"
+        return ["import thinwire", f"loop = {call}"]
 
     @property
     def where(self) -> str:
@@ -66,8 +67,9 @@ class OuterOption:
             f"Even so most of a step waits for the network. Another algorithm, {self.recipe}, would send"
             f" {format_bytes(self.sent_bytes)} a step: {seconds} a step are predicted, {waiting} of them waiting,"
             f" {self.best_step_seconds / self.step_seconds:.1f} times as fast.",
-            f"Ranks then train apart for {self.every} steps at a time, which changes the loss: see {GUIDE}. If you want"
-            f" that, add instead, {self.where}:",
+            f"Ranks then train apart for {self.every} steps at a time, which changes the loss: with fewer than"
+            f" {LEAST_ROUNDS} rounds, {LEAST_ROUNDS * self.every:,} steps, it ended 11 to 44 % above; see {GUIDE}. If"
+            f" you want that, add instead, {self.where}:",
             "",
             *(f"    {line}" for line in self.lines),
         ]
@@ -78,7 +80,7 @@ def outer_option(measurement: Measurement, step_seconds: float, computing_second
     network does not dominate.
 
     A round all-reduces the differences of all parameters in one job. Of a table it sends the rows that were touched
-    since the last round: at most ``every`` times those of a step, and no more than there are.
+    since the last round: at most ``every`` times the rows of a step, and no more than there are.
 
     Args:
         step_seconds: seconds of a step under the best way to synchronize each gradient.

@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 
-from thinwire.comm.machine import Machine, Network
-from thinwire.fuse.profile import Linear
-from thinwire.lossless.decide import Code
+from thinwire.comm.machine import Machine
+from thinwire.plan.profile import Linear
+from thinwire.tune.lossless import Code
 
 COPIES = ""
 """Name of the compressor of exact gradients, which are only copied into one tensor and back."""
@@ -67,20 +68,20 @@ class Fit:
         least = max(_WELL_ABOVE * floor, _LONG_SHARE * longest if extrapolates else 0.0)
         above = [point for point in points if point[1] > least]
         sizes, seconds = zip(*(above if len(above) > 1 else points), strict=True) if points else ((), ())
-        fit = cls(Linear.fit(sizes, seconds, relative=True), floor)
+        fit = cls(fit_line(sizes, seconds, relative=True), floor)
         errors = [abs(fit(size) - measured) / measured for size, measured in points]
         return replace(fit, residual=statistics.median(errors), points=tuple(map(tuple, points)))
 
     def to_json(self) -> dict[str, Any]:
         points = [list(point) for point in self.points]
-        return {"line": self.line.to_json(), "floor": self.floor, "residual": self.residual, "points": points}
+        return {"line": asdict(self.line), "floor": self.floor, "residual": self.residual, "points": points}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Fit:
         """Parse the result of `to_json`; raise KeyError, TypeError or ValueError for anything else."""
         points = tuple((float(size), float(seconds)) for size, seconds in value["points"])
         floor = Linear(float(value["floor"]), 0.0).alpha  # raises ValueError for what is no time
-        return cls(Linear.from_json(value["line"]), floor, float(value["residual"]), points)
+        return cls(_line(value["line"]), floor, float(value["residual"]), points)
 
 
 @dataclass(frozen=True)
@@ -116,11 +117,6 @@ class MeasuredLink:
             raise ValueError(f"the link was measured as zero: a round of messages takes no time; {_AGAIN}")
 
     @property
-    def network(self) -> Network:
-        """The link without the collectives: the cost of a byte is that of all ranks sending to all at once."""
-        return Network(self.round.alpha, self.message.alpha, self.all_to_all.line.beta)
-
-    @property
     def machine(self) -> Machine | None:
         """The link with the cost of work on rows, for pricing schemes; None if that was not measured."""
         link = (self.round.alpha, self.message.alpha, self.all_to_all.line.beta, self.all_reduce.line.beta)
@@ -129,7 +125,13 @@ class MeasuredLink:
     @property
     def mbit(self) -> float:
         """Payload rate of a rank that sends to all others at once, in Mbit/s."""
-        return self.network.mbit
+        return 8e-6 / self.all_to_all.line.beta
+
+    def describe(self) -> str:
+        return (
+            f"{self.mbit:.0f} Mbit/s a rank, {1e3 * self.round.alpha:.2f} ms for an all-to-all round,"
+            f" {1e3 * self.message.alpha:.2f} ms to one rank"
+        )
 
     def at(self, mbit: float) -> MeasuredLink:
         """Return the same machines on a link of another rate.
@@ -145,7 +147,7 @@ class MeasuredLink:
         """
         if not mbit > 0:
             raise ValueError(f"a link has a rate above 0 Mbit/s, not {mbit}")
-        wire, measured = 8e-6 / mbit, self.network.byte_seconds
+        wire, measured = 8e-6 / mbit, self.all_to_all.line.beta
 
         def moved(line: Linear) -> Linear:
             least = wire if wire > measured else min(line.beta, wire)
@@ -163,13 +165,14 @@ class MeasuredLink:
         )
 
     def to_json(self) -> dict[str, Any]:
-        collectives = {item.name: getattr(self, item.name).to_json() for item in fields(self) if item.name != "work"}
-        return {**collectives, "work": list(self.work)}
+        lines = {name: asdict(getattr(self, name)) for name in ("message", "round")}
+        fits = {name: getattr(self, name).to_json() for name in ("all_reduce", "all_gather", "all_to_all")}
+        return {**lines, **fits, "work": list(self.work)}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> MeasuredLink:
         """Parse the result of `to_json`; raise KeyError, TypeError or ValueError for anything else."""
-        lines: dict[str, Any] = {name: Linear.from_json(value[name]) for name in ("message", "round")}
+        lines: dict[str, Any] = {name: _line(value[name]) for name in ("message", "round")}
         fits: dict[str, Any] = {name: Fit.from_json(value[name]) for name in ("all_reduce", "all_gather", "all_to_all")}
         return cls(**lines, **fits, work=tuple(map(float, value.get("work", ()))))
 
@@ -249,3 +252,48 @@ class DenseCode:
         numbers = {name: float(value) for name, value in row.items() if name != "value_bits"}
         code = Code(**numbers, value_bits=int(row["value_bits"]))
         return cls(getattr(torch, data["dtype"]), code, float(data["cores"]))
+
+
+def _line(value: object) -> Linear:
+    """Parse the fields of a line; raise ValueError for anything else."""
+    if not isinstance(value, Mapping) or set(value) != {"alpha", "beta"}:
+        raise ValueError(f'a cost is {{"alpha": seconds, "beta": seconds a byte}}, not {value!r}')
+    return Linear(**value)
+
+
+def fit_line(sizes: Sequence[float], seconds: Sequence[float], relative: bool = False) -> Linear:
+    """Return the line nearest to measured points, by least squares with non-negative alpha and beta.
+
+    Args:
+        sizes: bytes, at least two different ones.
+        seconds: seconds of each.
+        relative: weigh each point by 1 / seconds, so that points of a microsecond count as much as points of a
+            second. Without it, alpha is the rest that the large ones leave.
+
+    Raises:
+        ValueError: too few points, or points that are no measurements.
+
+    Example:
+        >>> fit_line([1000, 3000], [0.25, 0.5])
+        Linear(alpha=0.125, beta=0.000125)
+    """
+    x, y = np.asarray(sizes, np.float64), np.asarray(seconds, np.float64)
+    _check_points(x, y, relative)
+    weights = (y.min() / y) ** 2 if relative else np.ones_like(y)
+    mean_x, mean_y = np.average(x, weights=weights), np.average(y, weights=weights)
+    beta = (weights * (x - mean_x) * (y - mean_y)).sum() / (weights * (x - mean_x) ** 2).sum()
+    alpha = mean_y - beta * mean_x
+    if beta < 0:
+        alpha, beta = mean_y, 0.0
+    elif alpha < 0:
+        alpha, beta = 0.0, (weights * x * y).sum() / (weights * x * x).sum()
+    return Linear(float(alpha), float(beta))
+
+
+def _check_points(sizes: np.ndarray, seconds: np.ndarray, relative: bool) -> None:
+    if sizes.ndim != 1 or sizes.shape != seconds.shape or len(np.unique(sizes)) < 2:
+        raise ValueError(f"a line needs points of two sizes or more; got {sizes.size} sizes and {seconds.size} times")
+    if not (np.isfinite([sizes, seconds]) & (np.stack([sizes, seconds]) >= 0)).all():
+        raise ValueError("sizes and times must be finite and not negative: measure again")
+    if relative and not seconds.all():
+        raise ValueError("a time of 0 s has no relative error: measure longer, or fit with relative=False")

@@ -13,8 +13,9 @@ import torch
 from thinwire.comm.hosts import Hosts
 from thinwire.comm.process_group import sparse_all_reduce_bytes
 from thinwire.lab.planning.speeds import MeasuredLink
-from thinwire.sync.choose import Demand, is_dense, price, prices, ranked
-from thinwire.sync.named import DENSE, name_of
+from thinwire.sums.cost import Demand
+from thinwire.sums.named import DENSE, name_of
+from thinwire.tune.prices import is_dense, price, prices, ranked
 
 _SMALL_BYTES = 256 * 1024  # tables whose sums are smaller travel together, see `thinwire.gradients.tables.plan_groups`
 
@@ -101,7 +102,7 @@ def row_jobs(tables: Sequence[EmbeddingTable], link: MeasuredLink, hosts: Hosts)
 
 
 def gathered(table: EmbeddingTable, link: MeasuredLink) -> tuple[float, float]:
-    """Return the seconds of torch's all-reduce of a sparse gradient, and those of its bytes alone.
+    """Return the seconds of torch's all-reduce of a sparse gradient, and the seconds of its bytes alone.
 
     It gathers sizes, ids and values, each by a collective of its own.
     """
@@ -128,7 +129,7 @@ def _row_job(group: Sequence[EmbeddingTable], link: MeasuredLink, hosts: Hosts) 
     machine = link.machine
     offer = price(DENSE, demand, machine) if is_dense(demand) else ranked(prices(demand, machine, hosts))[0]
     wire_seconds = offer.sent_bytes * (
-        link.all_reduce.line.beta if offer.scheme == DENSE else link.network.byte_seconds
+        link.all_reduce.line.beta if offer.scheme == DENSE else link.all_to_all.line.beta
     )
     seconds = 2 * link.round.alpha + wire_seconds if offer.seconds is None else offer.seconds
     ready_seconds = max(table.ready_seconds for table in group)

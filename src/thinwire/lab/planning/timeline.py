@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from thinwire.fuse.profile import Groups, Linear, Profile
-from thinwire.fuse.timeline import CHANNEL, COMPUTE, events, schedule
 from thinwire.observe.trace import Event
+from thinwire.plan.profile import Groups, Profile
+from thinwire.plan.timeline import CHANNEL, COMPUTE, events, schedule
 
 
 @dataclass(frozen=True)
@@ -40,10 +39,8 @@ class Timeline:
         return {COMPUTE: self.compute_busy_seconds, CHANNEL: self.channel_busy_seconds}
 
 
-def simulate(
-    profile: Profile, groups: Groups, dense: Linear | None = None, compressed: Sequence[bool] | None = None
-) -> Timeline:
-    """Simulate, event by event, the iteration that `iteration_seconds` prices. Arguments and errors are the same.
+def simulate(profile: Profile, groups: Groups) -> Timeline:
+    """Simulate, event by event, the iteration that `iteration_seconds` prices. Errors are the same.
 
     Example:
         >>> free, link = Linear(0, 0), Linear(alpha=1, beta=1)
@@ -51,7 +48,7 @@ def simulate(
         >>> line.exposed_seconds, line.overlapped_seconds, line.bubbles
         (6.0, 2.0, ())
     """
-    steps = schedule(profile, groups, dense, compressed)
+    steps = schedule(profile, groups)
     total = steps[-1].decode + steps[-1].decode_seconds
     computing = math.fsum((*profile.backward_seconds, *(step.encode_seconds + step.decode_seconds for step in steps)))
     channel = math.fsum(step.send_seconds for step in steps)
@@ -61,7 +58,7 @@ def simulate(
         for earlier, later in pairwise(steps)
     ]
     return Timeline(
-        events=events(profile, groups, dense, compressed),
+        events=events(profile, groups),
         iteration_seconds=total,
         compute_busy_seconds=computing,
         channel_busy_seconds=channel,

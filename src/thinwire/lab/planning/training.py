@@ -7,24 +7,24 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from itertools import accumulate
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from thinwire import kernels
-from thinwire.comm.agree import broadcast_json
+from thinwire.comm.agree import broadcast_json, gather_numbers
 from thinwire.comm.lane import Group, Lane
 from thinwire.compress.base import Parameter
 from thinwire.gradients.tables import tables_of
 from thinwire.lab.planning import cache
 from thinwire.lab.planning.cache import Setting, Speeds
-from thinwire.lab.planning.codecs import exchanges_of, measure_codec, measure_codes, settle
+from thinwire.lab.planning.calibrate import calibrate
+from thinwire.lab.planning.codecs import exchanges_of, measure_codec, measure_codes
 from thinwire.lab.planning.link import Probe, measure_link, wait_for_all
 from thinwire.lab.planning.measurement import Measurement
-from thinwire.lab.planning.planner import DEFAULTS
-from thinwire.lab.planning.ready import WARM_STEPS, Ready, StepWatch, TouchedRows, agree, agree_on_rows
+from thinwire.lab.planning.planner import defaults
+from thinwire.lab.planning.ready import WARM_STEPS, Ready, StepWatch, TouchedRows, Training, agree, agree_on_rows
 from thinwire.lab.planning.speeds import COPIES, DenseCode
 from thinwire.lab.planning.tables import EmbeddingTable
 from thinwire.observe.step import differences
@@ -37,56 +37,19 @@ OnStage = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Training:
-    """A model with all that one training step of it needs.
-
-    Args:
-        model: a plain module, on its device; no DDP.
-        batch: makes the next batch of this rank.
-        loss: computes from the model and a batch the scalar to call ``backward`` on.
-        optimizer: None means SGD with momentum and a learning rate of 0.
-        after_backward: called between ``backward`` and the optimizer's step, for clipping for example; or None.
-    """
-
-    model: nn.Module
-    batch: Callable[[], Any]
-    loss: Callable[[nn.Module, Any], Tensor]
-    optimizer: torch.optim.Optimizer | None = None
-    after_backward: Callable[[nn.Module], object] | None = None
-
-    def stepper(self, model: nn.Module | None = None) -> Callable[[], None]:
-        """Return a function that trains one step, of ``model`` if that is wrapped around this one."""
-        model = (model or self.model).train()
-        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        optimizer = self.optimizer or torch.optim.SGD(trained, lr=0.0, momentum=0.9)
-
-        def step() -> None:
-            optimizer.zero_grad()
-            self.loss(model, self.batch()).backward()
-            if self.after_backward is not None:
-                self.after_backward(self.model)
-            optimizer.step()
-
-        return step
-
-    def settle(self) -> None:
-        """Wait until the device has finished the work queued on it."""
-        settle(next((parameter.device for parameter in self.model.parameters()), torch.device("cpu")))
-
-
-@dataclass(frozen=True)
 class How:
     """Settings of `measure_training`: what to measure, and how.
 
     Args:
-        compressors: texts of `thinwire.compress.named.parse`.
+        compressors: texts of `thinwire.compress.named.parse`; None for those that suit the optimizer, see
+            `thinwire.lab.planning.planner.defaults`.
         steps: training steps that count.
         link: name of the link in the cache; empty for its address.
         fresh: whether to measure again what is in the cache.
         calibrate: whether to train with the best ways too, for what the timeline leaves out; in the default group only.
     """
 
-    compressors: Sequence[str] = DEFAULTS
+    compressors: Sequence[str] | None = None
     steps: int = STEPS
     link: str = ""
     fresh: bool = False
@@ -109,7 +72,9 @@ def measure_training(
         >>> plan = best_plan(measure_training(training))                                # doctest: +SKIP
     """
     how = how or How()
-    check(how.compressors)
+    if training.optimizer is None and how.compressors is None:
+        how = replace(how, compressors=defaults(""))  # the SGD that steps it here is ours
+    check(how.compressors or ())
     lane = Lane(process_group)
     try:
         on_stage("training steps")
@@ -118,10 +83,10 @@ def measure_training(
         measured = finish(lane, watch, trained, tables, how, on_stage)
     finally:
         lane.close()
+    if training.optimizer is None:
+        measured = replace(measured, optimizer="")
     if not how.calibrate or process_group is not None:
         return measured
-    from thinwire.lab.planning.calibrate import calibrate
-
     return calibrate(training, measured, how.compressors, on_stage)
 
 
@@ -136,12 +101,16 @@ def finish(
         tables: names of the embedding tables among them.
     """
     times = watch.close()
+    if how.compressors is None:
+        how = replace(how, compressors=defaults(watch.optimizer))
     parameters = tuple(Parameter(name, tuple(tensor.shape), tensor.dtype) for name, tensor in trained.items())
     device = next((tensor.device for tensor in trained.values()), torch.device("cpu"))
     everything: Ready = lane.submit(lambda lane: agree(lane.exchange, times, parameters)).wait()
     num_rows = {name: trained[name].shape[0] for name in trained if name in tables}
     touched = lane.submit(lambda lane: agree_on_rows(lane.exchange, watch.rows, num_rows)).wait()
     ready, measured_tables = _apart(everything, dict(zip(num_rows, touched, strict=True)), watch.sparse)
+    counts = lane.submit(lambda lane: gather_numbers(lane.exchange, "backwards", list(watch.counts))).wait()
+    passes, synchronizations = (round(max(column)) for column in zip(*counts, strict=True))
     speeds = _speeds(lane, how, device, on_stage)
     assert speeds.link is not None
     on_stage("the code of gradients")
@@ -157,6 +126,9 @@ def finish(
         codecs=speeds.codecs,
         tables=tuple(measured_tables),
         dense_codes=codes,
+        passes=passes,
+        synchronizations=synchronizations,
+        optimizer=watch.optimizer,
         device=device.type,
         environment={"torch": torch.__version__, "python": platform.python_version(), "link": how.link},
         created=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -225,12 +197,12 @@ def _train(
 def _speeds(lane: Lane, how: How, device: torch.device, on_stage: OnStage) -> Speeds:
     """Return the speeds of link and compressors: those in rank 0's cache, and measurements of all others."""
     setting = Setting.here(device, lane.world_size, how.link)
-    known = Speeds() if how.fresh else _told_by_first(lane, cache.load(setting) if lane.rank == 0 else Speeds())
+    known = Speeds() if how.fresh else _of_first(lane, cache.load(setting) if lane.rank == 0 else Speeds())
     if known.link is None:
         on_stage("the link")
     link = known.link or lane.submit(lambda lane: measure_link(lane, _native(device))).wait()
     codecs, warm = [], False
-    coded = [(text, way) for text in how.compressors for way in exchanges_of(text)]
+    coded = [(text, exchange) for text in how.compressors or () for exchange in exchanges_of(text)]
     for text, exchange in [(COPIES, "all_reduce"), *coded]:
         codec = known.codec(text, exchange)
         if codec is None:
@@ -238,14 +210,16 @@ def _speeds(lane: Lane, how: How, device: torch.device, on_stage: OnStage) -> Sp
                 lane.submit(lambda lane: kernels.warm_up()).wait()
                 warm = True
             on_stage(f"{text} by {exchange}" if text else "copies")
-            codec = lane.submit(lambda lane, text=text, way=exchange: measure_codec(lane, text, way, device)).wait()
+            codec = lane.submit(
+                lambda lane, text=text, exchange=exchange: measure_codec(lane, text, exchange, device)
+            ).wait()
         codecs.append(codec)
     if lane.rank == 0:
         cache.save(setting, known.having(codecs, link))
     return Speeds(link, tuple(codecs))
 
 
-def _told_by_first(lane: Lane, mine: Speeds) -> Speeds:
+def _of_first(lane: Lane, mine: Speeds) -> Speeds:
     """Broadcast the speeds of rank 0 to all ranks."""
     known = mine.to_json()
     return Speeds.from_json(lane.submit(lambda lane: broadcast_json(lane.exchange, "speeds", known)).wait())

@@ -21,7 +21,8 @@ import pickle
 import signal
 import socket
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from multiprocessing import resource_tracker
 from typing import Any
 
@@ -29,7 +30,7 @@ from thinwire.lab.testbed.network import EmulatedNetwork, in_namespace
 from thinwire.lab.testbed.rank import RankContext, RankSetup, rank_main
 from thinwire.lab.testbed.supervise import Outcome, RankProcess, describe, supervise
 
-_preloaded = ["torch", "torch.distributed", "thinwire", "thinwire.lab.testbed.warmed"]
+_preloaded = ["torch", "torch.distributed", "thinwire"]
 __all__ = ["Outcome", "RankContext", "RanksFailed", "run_ranks"]
 
 
@@ -51,6 +52,7 @@ def run_ranks(
     check: bool = True,
     init_process_group: bool = True,
     on_message: Callable[[int, Any], None] | None = None,
+    kernels: Iterable[str] | None = None,
 ) -> list[Outcome]:
     """Call `function(context, *args)` on `world_size` ranks and return their outcomes in rank order.
 
@@ -58,7 +60,8 @@ def run_ranks(
     MASTER_ADDR ...) and, with `init_process_group`, a Gloo process group. With a `network`, consecutive blocks
     of `ranks_per_host` ranks (default: as few as suffice) live on its hosts. `on_message(rank, message)`
     gets the messages that the ranks pass to `context.send`. `function` and `args` must be picklable: define the
-    function at the top of a module.
+    function at the top of a module. `kernels` are those that the ranks call, by default all: they are compiled before
+    the ranks start, and no other one is while they run.
 
     With `check`, the first failure gives the other ranks 5 s to report theirs, and RanksFailed is raised.
     Without, the ranks run to their end or to the timeout, and failures are read from the outcomes. At the
@@ -66,13 +69,15 @@ def run_ranks(
     However this function is left, no process of a rank stays behind.
     """
     payload = _pickle_call(function, args)
+    kernels = None if kernels is None else tuple(kernels)
+    compile_kernels(kernels)
     with (
         tempfile.TemporaryDirectory(prefix="thinwire-ranks-") as directory,
         contextlib.ExitStack() as cleanup,
     ):
         ranks = []
         for setup in _plan_ranks(world_size, ranks_per_host, network, timeout_seconds, init_process_group, directory):
-            ranks.append(_start(setup, payload))
+            ranks.append(_start(replace(setup, kernels=kernels), payload))
             cleanup.callback(ranks[-1].close)
         supervise(ranks, directory, timeout_seconds, check, on_message or (lambda rank, message: None))
         outcomes = [rank.outcome() for rank in ranks]
@@ -90,6 +95,15 @@ def preload(module: str) -> None:
         _preloaded.append(module)
 
 
+def compile_kernels(
+    names: Iterable[str] | None = None, on_progress: Callable[..., None] = lambda *progress: None
+) -> None:
+    """Compile the kernels that ranks will call, all by default, and report progress as `compile_ahead` does."""
+    from thinwire.lab.testbed.kernels import compile_ahead  # imports torch
+
+    compile_ahead(names, on_progress)
+
+
 def _plan_ranks(
     world_size: int,
     ranks_per_host: int | None,
@@ -101,10 +115,11 @@ def _plan_ranks(
     """One setup per rank; raises ValueError when the ranks do not fit on the hosts."""
     per_host = _ranks_per_host(world_size, ranks_per_host, 1 if network is None else network.hosts)
     shared = {
+        "THINWIRE_ROUTE": "rows",  # from the first step on: short runs show what a training has once it is decided
         **os.environ,
         "WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1" if network is None else network.address(0),
-        "MASTER_PORT": str(_free_port(network)),
+        "MASTER_PORT": str(free_port(network)),
         "GLOO_SOCKET_IFNAME": "lo" if network is None else network.interface,
     }
     return [
@@ -139,7 +154,7 @@ def _ranks_per_host(world_size: int, ranks_per_host: int | None, hosts: int) -> 
     return per_host
 
 
-def _free_port(network: EmulatedNetwork | None) -> int:
+def free_port(network: EmulatedNetwork | None = None) -> int:
     """A port for user code that reads MASTER_PORT, free now where rank 0 runs; our own group needs none."""
 
     def bind() -> int:
@@ -162,7 +177,7 @@ def _pickle_call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
 
 def _start(setup: RankSetup, payload: bytes) -> RankProcess:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_preloaded)
+    context.set_forkserver_preload([*_preloaded, "thinwire.lab.testbed.warmed"])
     ours, theirs = context.Pipe()
     with theirs, _interrupted_later():
         process = context.Process(target=rank_main, args=(setup, theirs, payload), name=f"rank {setup.rank}")

@@ -24,7 +24,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Self, TypeVar
 
-from thinwire.errors import missing_package
+from thinwire.lab.missing import missing_package
 from thinwire.lab.testbed.goodput import hang_up, receive_rate_mbit, send_until_closed
 
 Result = TypeVar("Result")

@@ -49,6 +49,7 @@ class RankSetup:
     directory: str  # shared by all ranks: the store of the process group, the stack dumps
     timeout_seconds: float
     init_process_group: bool
+    kernels: tuple[str, ...] | None = None  # those that may be compiled while ranks run; None is all
 
 
 def stacks_path(directory: str, rank: int) -> Path:
@@ -86,7 +87,11 @@ def rank_main(setup: RankSetup, connection: Connection, payload: bytes) -> None:
 def _call(setup: RankSetup, payload: bytes, send: Callable[[str, Any], None], connection: Connection) -> None:
     import torch
 
+    from thinwire.kernels import dispatch
+
     torch.set_num_threads(1)
+    if setup.kernels is not None:
+        dispatch.only(setup.kernels)
     function, args = pickle.loads(payload)
     context = RankContext(
         setup.rank, setup.world_size, setup.local_rank, setup.host, lambda message: send("message", message)

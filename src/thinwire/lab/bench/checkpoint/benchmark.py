@@ -9,10 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from thinwire.checkpoint.holder.store import available_bytes
 from thinwire.checkpoint.placement import ring_sizes
-from thinwire.holder.store import available_bytes
 from thinwire.lab.bench.checkpoint.hosts import HolderHosts
-from thinwire.lab.bench.checkpoint.methods import IN_PEERS, METHODS, NONE, RIVALS, Place
+from thinwire.lab.bench.checkpoint.methods import IN_PEERS, METHODS, NONE, RIVALS, Destination
 from thinwire.lab.bench.checkpoint.overhead import Overhead, OverheadRecord, measure
 from thinwire.lab.bench.checkpoint.recovery import Campaign, Recovery
 from thinwire.lab.bench.checkpoint.rivals import unavailable
@@ -59,9 +59,12 @@ class CheckpointBenchmark:
     timeout_seconds: float = 7200.0
 
     def __post_init__(self) -> None:
-        unknown = [method for method in self.methods if method not in (*METHODS, *RIVALS)]
-        if unknown or not self.methods or len(set(self.methods)) < len(self.methods):
-            raise ValueError(f"methods {', '.join(self.methods)}: each once, of {', '.join((*METHODS, *RIVALS))}")
+        legal = (*METHODS, *RIVALS)
+        unknown = [method for method in self.methods if method not in legal]
+        if unknown or not self.methods:
+            raise ValueError(f"unknown methods {', '.join(unknown) or '(none)'}; legal are {', '.join(legal)}")
+        if len(set(self.methods)) < len(self.methods):
+            raise ValueError(f"methods {', '.join(self.methods)}: name each once")
         if min(self.steps, self.repeat) < 1 or self.kills < 0:
             raise ValueError("steps and repeats must be at least one, kills at least zero")
         if self.compress not in (None, "lossless"):
@@ -142,7 +145,7 @@ def _overhead(
         methods=benchmark.methods,
         steps=benchmark.steps,
         repeat=benchmark.repeat,
-        place=Place(hosts.sockets, directory, benchmark.replicas, "overhead", benchmark.compress),
+        destination=Destination(hosts.sockets, directory, benchmark.replicas, "overhead", benchmark.compress),
         traced=benchmark.traced and hosts.network is not None,
     )
 
@@ -162,7 +165,7 @@ def _overhead(
         on_message=on_message,
     )
     for method in benchmark.methods:
-        hosts.forget(f"{plan.place.run_id}-{method}")
+        hosts.forget(f"{plan.destination.run_id}-{method}")
     return [outcome.value for outcome in outcomes]
 
 
@@ -182,23 +185,23 @@ def _recoveries(
         work=benchmark.work,
         data=data,
         hosts=hosts,
-        place=Place(hosts.sockets, directory, benchmark.replicas, "recovery", benchmark.compress),
+        destination=Destination(hosts.sockets, directory, benchmark.replicas, "recovery", benchmark.compress),
         kills=benchmark.kills,
         iteration_seconds=statistics.median(records[0].blocks[0].iterations),
         timeout_seconds=benchmark.timeout_seconds,
         on_kill=lambda method, kills: on_progress(f"{method}, run {kills} of {benchmark.kills + 2}"),
     )
     undisturbed = campaign.undisturbed()
-    found: dict[str, Recovery] = {}
+    recoveries: dict[str, Recovery] = {}
     for method in benchmark.recovering:
         try:
-            found[method] = campaign.recover(method, undisturbed)
+            recoveries[method] = campaign.recover(method, undisturbed)
         except RanksFailed as error:
             if method not in RIVALS:
                 raise
             failed[method] = f"no recovery: {str(error).strip().splitlines()[-1]}"
-        hosts.forget(f"{campaign.place.run_id}-{method}")
-    return found
+        hosts.forget(f"{campaign.destination.run_id}-{method}")
+    return recoveries
 
 
 def _environment(

@@ -24,7 +24,7 @@ from thinwire.checkpoint.group import new_group
 from thinwire.checkpoint.state.encode import flatten
 from thinwire.checkpoint.state.layout import StateLayout
 from thinwire.checkpoint.state.snapshot import TrainingState
-from thinwire.lab.bench.checkpoint.methods import CheckpointMethod, Place
+from thinwire.lab.bench.checkpoint.methods import CheckpointMethod, Destination
 
 _KEPT = 2
 _TIMEOUT = timedelta(minutes=30)
@@ -36,9 +36,9 @@ class DcpSync(CheckpointMethod):
 
     name = "dcp_sync"
 
-    def __init__(self, training: TrainingState, place: Place, rank: int) -> None:
+    def __init__(self, training: TrainingState, destination: Destination, rank: int) -> None:
         self._training, self._rank = training, rank
-        self._directory = Path(place.directory) / f"{place.run_id}-{self.name}"
+        self._directory = Path(destination.directory) / f"{destination.run_id}-{self.name}"
         self._directory.mkdir(exist_ok=True)
         self._group = new_group(None, _TIMEOUT)
 
@@ -93,8 +93,8 @@ class DcpAsync(DcpSync):
 
     name = "dcp_async"
 
-    def __init__(self, training: TrainingState, place: Place, rank: int) -> None:
-        super().__init__(training, place, rank)
+    def __init__(self, training: TrainingState, destination: Destination, rank: int) -> None:
+        super().__init__(training, destination, rank)
         self._pending: Future[Any] | None = None
         self._pending_step = -1
         self._seconds: list[float] = []

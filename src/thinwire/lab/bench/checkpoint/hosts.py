@@ -15,8 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
-from thinwire.holder.client import HolderClient
-from thinwire.holder.start import HolderOptions, command, load_secret
+from thinwire.checkpoint.holder.client import HolderClient
+from thinwire.checkpoint.holder.start import HolderOptions, command, load_secret
 from thinwire.lab.testbed.network import EmulatedNetwork, Link, enter_namespace
 
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
@@ -119,8 +119,8 @@ class HolderHosts:
 def link_bytes(counter: int) -> int:
     """Return the bytes that the host has put on its link so far, headers included."""
     for line in os.pread(counter, 1 << 16, 0).decode().splitlines():
-        name, found, counters = line.partition(":")
-        if found and name.strip() == EmulatedNetwork.interface:
+        name, separator, counters = line.partition(":")
+        if separator and name.strip() == EmulatedNetwork.interface:
             return int(counters.split()[8])
     raise ValueError("the host has lost its link")
 

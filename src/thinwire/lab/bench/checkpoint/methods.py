@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from thinwire.checkpoint import Checkpointer
-from thinwire.holder.client import HolderClient
-from thinwire.holder.start import load_secret, socket_path
+from thinwire.checkpoint import Checkpointer, CheckpointPolicy, Storage
+from thinwire.checkpoint.holder.client import HolderClient
+from thinwire.checkpoint.holder.start import load_secret, socket_path
 from thinwire.lab.bench.checkpoint.work import Trainer
 
 NONE, DCP_SYNC, DCP_ASYNC, BLOCKING, THINWIRE = "none", "dcp_sync", "dcp_async", "blocking", "thinwire"
@@ -20,7 +20,7 @@ IN_PEERS = (BLOCKING, THINWIRE)
 
 
 @dataclass(frozen=True)
-class Place:
+class Destination:
     """Destination of checkpoints: the sockets of the holders, host by host, and a directory that all hosts see.
 
     ``compress`` is that of `Checkpointer`.
@@ -66,28 +66,9 @@ class CheckpointMethod(Protocol):
     def close(self) -> None: ...
 
 
-def make(method: str, trainer: Trainer, place: Place, rank: int) -> CheckpointMethod:
-    """Create the method of that name, on all ranks. Raises ValueError for an unknown name."""
-    if method == NONE:
-        return NoCheckpoints()
-    if method == THINWIRE:
-        return InPeers(trainer, place, rank)
-    if method == BLOCKING:
-        return Blocking(trainer, place, rank)
-    from thinwire.lab.bench.checkpoint.dcp import DcpAsync, DcpSync
-
-    if method in (DCP_SYNC, DCP_ASYNC):
-        return (DcpSync if method == DCP_SYNC else DcpAsync)(trainer.training, place, rank)
-    from thinwire.lab.bench.checkpoint.rivals import LmResiliency, Nvrx
-
-    if method in RIVALS:
-        return (LmResiliency if method == LM_RESILIENCY else Nvrx)(trainer.training, place, rank)
-    raise ValueError(f"unknown method {method!r}; legal are {', '.join((*METHODS, *RIVALS))}")
-
-
-def cpu_seconds(place: Place, rank: int) -> float:
+def cpu_seconds(destination: Destination, rank: int) -> float:
     """Return the CPU time so far of this rank: of its process, its children, and the holder of its host."""
-    socket = socket_path(place.sockets[rank])
+    socket = socket_path(destination.sockets[rank])
     with HolderClient.connect(socket, load_secret(socket)) as holder:
         used = float(holder.holder_status()["cpu_seconds"])
     pending = [os.getpid()]
@@ -123,19 +104,16 @@ class InPeers:
     name = THINWIRE
     _max_overhead: str | None = "auto"
 
-    def __init__(self, trainer: Trainer, place: Place, rank: int) -> None:
-        training, socket = trainer.training, socket_path(place.sockets[rank])
-        self._run_id, self._rank = f"{place.run_id}-{self.name}", rank
+    def __init__(self, trainer: Trainer, destination: Destination, rank: int) -> None:
+        training, socket = trainer.training, socket_path(destination.sockets[rank])
+        self._run_id, self._rank = f"{destination.run_id}-{self.name}", rank
         self.checkpointer = Checkpointer(
             training.model,
             training.optimizer,
             synchronizer=self._synchronizer(training.synchronizer),
             data=training.data,
-            replicas=place.replicas,
-            run_id=self._run_id,
-            holder_socket=socket,
-            max_overhead=self._max_overhead,
-            compress=place.compress,
+            policy=CheckpointPolicy(max_overhead=self._max_overhead, compress=destination.compress),
+            storage=Storage(self._run_id, destination.replicas, holder_socket=socket),
         )
         self._holder = HolderClient.connect(socket, load_secret(socket))
 
@@ -160,8 +138,8 @@ class InPeers:
     def account(self, calls: list[Call]) -> list[Call]:
         """Return the calls including the time for which the next ``optimizer.step`` waited for the copy."""
         first = self.checkpointer.steps - len(calls) + 1
-        found = {record.step: record for record in self.checkpointer.records()[-len(calls) :]}
-        records = [found.get(step) for step in range(first, first + len(calls))]
+        by_step = {record.step: record for record in self.checkpointer.records()[-len(calls) :]}
+        records = [by_step.get(step) for step in range(first, first + len(calls))]
         return [
             call if record is None else Call(record.blocking_seconds, not record.skipped)
             for call, record in zip(calls, records, strict=True)

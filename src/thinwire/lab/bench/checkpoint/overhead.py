@@ -13,11 +13,11 @@ from thinwire.lab.bench.checkpoint.methods import (
     THINWIRE,
     Call,
     CheckpointMethod,
+    Destination,
     InPeers,
-    Place,
     cpu_seconds,
-    make,
 )
+from thinwire.lab.bench.checkpoint.rivals import make
 from thinwire.lab.bench.checkpoint.work import Trainer, TrainingWork
 from thinwire.lab.bench.jobs.job import Data
 from thinwire.lab.testbed.rank import RankContext
@@ -35,7 +35,7 @@ class Overhead:
     methods: tuple[str, ...]
     steps: int
     repeat: int
-    place: Place
+    destination: Destination
     traced: bool
 
 
@@ -88,8 +88,10 @@ def measure(context: RankContext, plan: Overhead, data: Data | None) -> Overhead
     layout, _ = flatten(trainer.training.capture(0))
     record = OverheadRecord(layout.payload_bytes)
     # The Checkpointer that listens to the lane comes last: a lane has one listener.
-    methods = {method: make(method, trainer, plan.place, context.rank) for method in sorted(plan.methods, key=_late)}
-    runner = _Runner(trainer, methods, lambda: cpu_seconds(plan.place, context.rank))
+    methods = {
+        method: make(method, trainer, plan.destination, context.rank) for method in sorted(plan.methods, key=_late)
+    }
+    runner = _Runner(trainer, methods, lambda: cpu_seconds(plan.destination, context.rank))
     for method in plan.methods:
         runner.block(method, SETTLED_STEPS if method == THINWIRE else WARM_UP_STEPS)
         context.send(("progress", method, -1))

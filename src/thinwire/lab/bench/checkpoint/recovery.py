@@ -15,7 +15,8 @@ from itertools import pairwise
 import torch.distributed as dist
 
 from thinwire.lab.bench.checkpoint.hosts import HolderHosts
-from thinwire.lab.bench.checkpoint.methods import NONE, Place, make
+from thinwire.lab.bench.checkpoint.methods import NONE, Destination
+from thinwire.lab.bench.checkpoint.rivals import make
 from thinwire.lab.bench.checkpoint.work import Trainer, TrainingWork
 from thinwire.lab.bench.jobs.job import Data
 from thinwire.lab.demo.train import digest
@@ -31,7 +32,7 @@ class Run:
 
     work: TrainingWork
     method: str
-    place: Place
+    destination: Destination
     steps: int
 
 
@@ -65,7 +66,7 @@ def train(context: RankContext, run: Run, data: Data | None) -> str:
     trainer = Trainer(run.work, data, context.rank, context.world_size)
     dist.barrier()
     started = time.perf_counter()
-    method = make(run.method, trainer, run.place, context.rank)
+    method = make(run.method, trainer, run.destination, context.rank)
     first = method.restore() or 0
     context.send(RankRestored(first, time.perf_counter() - started))
     for step in range(first + 1, run.steps + 1):
@@ -142,7 +143,7 @@ class Recovery:
         host_seconds: the same after the last host was lost too, with its holder's memory.
         iterations_lost: for each kill of all trainers: iterations done, less the step that was restored.
         fetched_bytes_per_second: speed of fetching the lost host's state from its peer; None if it was not fetched.
-        bitwise_equal: all losses of all ranks, and the parameters at the end, are those of the undisturbed training.
+        bitwise_equal: all losses of all ranks, and the parameters at the end, equal the undisturbed training's.
     """
 
     processes_seconds: tuple[float, ...]
@@ -170,7 +171,7 @@ class Campaign:
     work: TrainingWork
     data: Data | None
     hosts: HolderHosts
-    place: Place
+    destination: Destination
     kills: int
     iteration_seconds: float
     timeout_seconds: float
@@ -209,7 +210,7 @@ class Campaign:
 
     def _run(self, method: str, watcher: Watcher) -> tuple[str, ...]:
         """Digests of the ranks that completed."""
-        run = Run(self.work, method, self.place, self.steps)
+        run = Run(self.work, method, self.destination, self.steps)
         outcomes = run_ranks(
             train,
             run,

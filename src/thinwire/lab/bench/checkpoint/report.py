@@ -73,19 +73,19 @@ def _result(row: dict[str, Any]) -> str:
     parts = [] if wasted is None else [f"A failure wastes {wasted:.2f} s on average."]
     if equal is not None:
         parts.append(
-            "After a restore losses and parameters are bit for bit those of a run without a failure."
+            "After a restore losses and parameters are bit for bit the same as in a run without a failure."
             if equal
-            else "After a restore losses or parameters differ from those of a run without a failure."
+            else "After a restore losses or parameters differ from a run without a failure."
         )
     return " ".join(parts)
 
 
 def _draw_steps(axes: Axes, rows: Sequence[dict[str, Any]]) -> None:
-    for place, row in enumerate(rows):
+    for index, row in enumerate(rows):
         seconds = row["iteration_seconds_median"]
-        axes.barh(place, seconds, 0.6, color=_COLORS.get(row["method"], palette.THINWIRE))
+        axes.barh(index, seconds, 0.6, color=_COLORS.get(row["method"], palette.THINWIRE))
         text = f"{seconds:.3f} s" + ("" if row["method"] == NONE else f", {row['overhead_ratio']:.3f}x")
-        axes.annotate(text, (seconds, place), xytext=(4, 0), textcoords="offset points", va="center", fontsize=SMALL)
+        axes.annotate(text, (seconds, index), xytext=(4, 0), textcoords="offset points", va="center", fontsize=SMALL)
     axes.set_yticks(range(len(rows)), [row["method"] for row in rows])
     axes.set(xlabel="time of a step (s)")
     axes.margins(x=0.6 if is_narrow(axes) else 0.25)
@@ -130,18 +130,18 @@ def _height(result: dict[str, Any]) -> float:
 def draw_timeline(axes: Axes, result: dict[str, Any]) -> None:
     """Draw gradients and checkpoints of each host against time."""
     timeline, link_mbit = result["timeline"], result["rows"][0]["link_mbit"]
-    for place, host in enumerate(timeline["hosts"]):
+    for index, host in enumerate(timeline["hosts"]):
         seconds = host["seconds"]
-        floor = [-place - 1.0] * len(seconds)
-        gradients = [-place - 1 + 0.9 * rate / link_mbit for rate in host["gradient_mbit"]]
+        floor = [-index - 1.0] * len(seconds)
+        gradients = [-index - 1 + 0.9 * rate / link_mbit for rate in host["gradient_mbit"]]
         both = [top + 0.9 * rate / link_mbit for top, rate in zip(gradients, host["checkpoint_mbit"], strict=True)]
-        labels = ("gradients", "checkpoints", "training waits") if place == 0 else (None, None, None)
+        labels = ("gradients", "checkpoints", "training waits") if index == 0 else (None, None, None)
         axes.fill_between(seconds, floor, gradients, step="mid", color=palette.STOCK, linewidth=0, label=labels[0])
         axes.fill_between(seconds, gradients, both, step="mid", color=palette.THINWIRE, linewidth=0, label=labels[1])
         spans = [(begin, end - begin) for begin, end in host["steps"]]
-        axes.broken_barh(spans, (-place - 1.07, 0.07), color=palette.NETWORK, linewidth=0, label=labels[2])
+        axes.broken_barh(spans, (-index - 1.07, 0.07), color=palette.NETWORK, linewidth=0, label=labels[2])
     count = len(timeline["hosts"])
-    axes.set_yticks([-place - 0.55 for place in range(count)], [f"host {place}" for place in range(count)])
+    axes.set_yticks([-index - 0.55 for index in range(count)], [f"host {index}" for index in range(count)])
     axes.set(xlabel="time (s)", xlim=(0, timeline["seconds"]), ylim=(-count - 0.1, 0.05))
     axes.grid(axis="y", visible=False)
     key(axes, 3)

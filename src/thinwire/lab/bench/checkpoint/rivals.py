@@ -18,7 +18,24 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from thinwire.checkpoint.state.snapshot import TrainingState
-from thinwire.lab.bench.checkpoint.methods import LM_RESILIENCY, NVRX, CheckpointMethod, Place
+from thinwire.lab.bench.checkpoint.dcp import DcpAsync, DcpSync
+from thinwire.lab.bench.checkpoint.methods import (
+    BLOCKING,
+    DCP_ASYNC,
+    DCP_SYNC,
+    LM_RESILIENCY,
+    METHODS,
+    NONE,
+    NVRX,
+    RIVALS,
+    THINWIRE,
+    Blocking,
+    CheckpointMethod,
+    Destination,
+    InPeers,
+    NoCheckpoints,
+)
+from thinwire.lab.bench.checkpoint.work import Trainer
 
 _PACKAGES = {
     LM_RESILIENCY: ("lm_resiliency", "lm-resiliency"),
@@ -32,9 +49,9 @@ def unavailable(method: str) -> str:
     return f"pip install {package}" if module and importlib.util.find_spec(module) is None else ""
 
 
-def host_directory(place: Place, rank: int) -> Path:
+def host_directory(destination: Destination, rank: int) -> Path:
     """Return the directory of a rank's own host, which is lost with it."""
-    return Path(place.directory) / f"host-{rank}.disk"
+    return Path(destination.directory) / f"host-{rank}.disk"
 
 
 class LmResiliency(CheckpointMethod):
@@ -45,12 +62,12 @@ class LmResiliency(CheckpointMethod):
 
     name = LM_RESILIENCY
 
-    def __init__(self, training: TrainingState, place: Place, rank: int) -> None:
+    def __init__(self, training: TrainingState, destination: Destination, rank: int) -> None:
         package = importlib.import_module("lm_resiliency.checkpointing")
         self._training, self._started = training, 0.0
         config = package.InMemoryCkptConfig(
-            interval=1, replication_jump=1, disk_folder=str(host_directory(place, rank)),
-            run_id=f"{place.run_id}-{self.name}", pin_memory=torch.cuda.is_available(),
+            interval=1, replication_jump=1, disk_folder=str(host_directory(destination, rank)),
+            run_id=f"{destination.run_id}-{self.name}", pin_memory=torch.cuda.is_available(),
         )  # fmt: skip
         self._manager = package.InMemoryCheckpointManager(config)
         optimizer = training.optimizer
@@ -70,8 +87,8 @@ class LmResiliency(CheckpointMethod):
         return time.perf_counter() - self._started
 
     def restore(self) -> int | None:
-        found = self._manager.load()
-        return None if found is None else self._training.adopt(found[0])
+        loaded = self._manager.load()
+        return None if loaded is None else self._training.adopt(loaded[0])
 
     def close(self) -> None:
         self._unhook()
@@ -86,14 +103,14 @@ class Nvrx(CheckpointMethod):
 
     name = NVRX
 
-    def __init__(self, training: TrainingState, place: Place, rank: int) -> None:
+    def __init__(self, training: TrainingState, destination: Destination, rank: int) -> None:
         local = "nvidia_resiliency_ext.checkpointing.local"
         manager = importlib.import_module(f"{local}.ckpt_managers.local_manager").LocalCheckpointManager
         clique = importlib.import_module(f"{local}.replication.strategies").CliqueReplicationStrategy
         self._training = training
         strategy = clique.from_replication_params(replication_jump=1, replication_factor=2)
-        session = f"{place.run_id}-{self.name}"
-        self._manager = manager(host_directory(place, rank), session, strategy)
+        session = f"{destination.run_id}-{self.name}"
+        self._manager = manager(host_directory(destination, rank), session, strategy)
 
     def step(self, step: int) -> bool:
         self._manager.save(CpuState(self._training.capture(step)), step, is_async=False)
@@ -106,8 +123,8 @@ class Nvrx(CheckpointMethod):
                 path.unlink()  # of a step that not all ranks have: it would refuse to save it again
         if newest == -1:
             return None
-        found, _ = self._manager.load()
-        return self._training.adopt(found.whole())
+        loaded, _ = self._manager.load()
+        return self._training.adopt(loaded.whole())
 
     def close(self) -> None:
         """Do nothing: there is nothing to free."""
@@ -154,3 +171,18 @@ class CpuState:
 
     def restore_tensor_device(self, non_blocking: bool = True) -> None:
         """Do nothing: they are where they were."""
+
+
+def make(method: str, trainer: Trainer, destination: Destination, rank: int) -> CheckpointMethod:
+    """Create the method of that name, on all ranks. Raises ValueError for an unknown name."""
+    if method == NONE:
+        return NoCheckpoints()
+    if method == THINWIRE:
+        return InPeers(trainer, destination, rank)
+    if method == BLOCKING:
+        return Blocking(trainer, destination, rank)
+    if method in (DCP_SYNC, DCP_ASYNC):
+        return (DcpSync if method == DCP_SYNC else DcpAsync)(trainer.training, destination, rank)
+    if method in RIVALS:
+        return (LmResiliency if method == LM_RESILIENCY else Nvrx)(trainer.training, destination, rank)
+    raise ValueError(f"unknown method {method!r}; legal are {', '.join((*METHODS, *RIVALS))}")

@@ -6,16 +6,16 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from thinwire.lab.bench.checkpoint.methods import NONE, THINWIRE
-from thinwire.lab.bench.checkpoint.overhead import Block, OverheadRecord
-from thinwire.lab.bench.checkpoint.recovery import Recovery
-from thinwire.lab.studies.checkpoint_bounds import (
+from thinwire.lab.bench.checkpoint.bounds import (
     Hardware,
     bounds,
     high_frequency_wasted_seconds,
     strawman_wasted_seconds,
     wasted_seconds,
 )
+from thinwire.lab.bench.checkpoint.methods import NONE, THINWIRE
+from thinwire.lab.bench.checkpoint.overhead import Block, OverheadRecord
+from thinwire.lab.bench.checkpoint.recovery import Recovery
 
 ROW = (
     "method", "hosts", "link_mbit", "state_bytes", "iteration_seconds_median", "overhead_ratio", "overhead_spread",

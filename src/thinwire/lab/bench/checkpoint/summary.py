@@ -71,15 +71,17 @@ def sentences(result: dict[str, Any]) -> list[str]:
 
 
 def _costs(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """How often a checkpoint was made, its seconds of a core with those of the holder, and the spread of the ratio."""
+    """How often a checkpoint was made, the iterations at risk (since one began to be safe), its seconds of a core with
+    the holder's, and the spread of the ratio."""
     texts = []
     for row in rows:
         spread, every, cpu = (row.get(name) for name in ("overhead_spread", "interval_iterations", "cpu_seconds"))
         if spread is not None and every is not None:
             core = "" if cpu is None else f", {cpu:.3f} s of a core for one"
+            at_risk = every + (row.get("checkpoint_seconds") or 0.0) / row["iteration_seconds_median"]
             texts.append(
-                f"{row['method']}: a checkpoint every {every:.1f} iterations{core}, ratio {spread[0]:.2f} to"
-                f" {spread[1]:.2f} by turns."
+                f"{row['method']}: a checkpoint every {every:.1f} iterations, {at_risk:.1f} at risk at most{core},"
+                f" ratio {spread[0]:.2f} to {spread[1]:.2f} by turns."
             )
     return texts
 

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from thinwire.holder.client import HolderClient
+from thinwire.checkpoint.holder.client import HolderClient
 from thinwire.lab.bench.checkpoint.hosts import HolderHosts, link_bytes
 
 INTERVAL_SECONDS = 0.01

@@ -132,7 +132,7 @@ class Trainer:
     """One rank of the training: the same parameters on all ranks, different data on each.
 
     The model is not in DDP, which sums in another order once it has rebuilt its buckets, so that no restart could be
-    bitwise equal; `thinwire.attach` averages the gradients.
+    bitwise equal; `thinwire.attach` averages the gradients, and by nothing that the clock decides.
     """
 
     def __init__(self, work: TrainingWork, data: Data | None, rank: int, world_size: int) -> None:
@@ -150,7 +150,7 @@ class Trainer:
             self.model, self.optimizer = self._named(job)
             self._batches = Batches(job, data, rank, world_size)
         torch.manual_seed(1 + rank)
-        self.synchronizer = thinwire.attach(self.model)
+        self.synchronizer = thinwire.attach(self.model, "zen", "native")
         self.training = TrainingState(self.model, self.optimizer, synchronizer=self.synchronizer, data=self._batches)
 
     @staticmethod

@@ -4,27 +4,19 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
-
-import torch
 
 from thinwire.lab.bench.dense.rank import METHODS, NATIVE, DenseMeasurement, DenseRank, measure
 from thinwire.lab.bench.dense.workload import DenseWorkload
-from thinwire.lab.bench.in_job import gloo_group, is_in_job, on_all_ranks
 from thinwire.lab.bench.jobs.own import clear_job_errors
-from thinwire.lab.bench.sync import quantile, seconds_of_runs
-from thinwire.lab.bench.sync_rank import Turns
 from thinwire.lab.bench.train.rows import bits_per_value
-from thinwire.lab.report import environment
-from thinwire.lab.testbed.launch import run_ranks
-from thinwire.lab.testbed.network import EmulatedNetwork, Link
-from thinwire.lossless.sum import SumReport
+from thinwire.lab.bench.turns import HostsBenchmark, quantile, seconds_of_runs
+from thinwire.sums.lossless import SumReport
 
 
 @dataclass(frozen=True)
-class DenseBenchmark:
+class DenseBenchmark(HostsBenchmark):
     """Settings of the benchmark.
 
     Raises:
@@ -32,24 +24,13 @@ class DenseBenchmark:
     """
 
     workload: DenseWorkload
-    hosts: int = 8
-    ranks_per_host: int = 1
-    link: Link = Link(None)  # noqa: RUF009  # frozen
-    methods: tuple[str, ...] = METHODS
-    repeat: int = 5
-    warm_up: int = 0
-    timeout_seconds: float = 1800.0
+    methods: tuple[str, ...] = field(default=METHODS, kw_only=True)
 
     def __post_init__(self) -> None:
         for method in self.methods:
             if method not in METHODS:
                 raise ValueError(f"unknown method {method!r} of a dense workload; legal are {', '.join(METHODS)}")
-        if min(self.hosts, self.ranks_per_host, self.repeat) < 1 or not self.methods or self.warm_up < 0:
-            raise ValueError("hosts, ranks per host, repeats and methods must be at least one")
-
-    @property
-    def world_size(self) -> int:
-        return self.hosts * self.ranks_per_host
+        self.check_numbers()
 
 
 def run(benchmark: DenseBenchmark, on_progress: Callable[[str], None]) -> dict[str, Any]:
@@ -62,54 +43,12 @@ def run(benchmark: DenseBenchmark, on_progress: Callable[[str], None]) -> dict[s
         NetAdminError: a link is asked for, but the process may not make network namespaces.
         RanksFailed: a rank failed, with its traceback.
     """
-    limited = benchmark.link.mbit is not None
-    data = benchmark.workload.job.load()
-    with (
-        clear_job_errors(),
-        EmulatedNetwork(benchmark.hosts, benchmark.link) if limited else nullcontext() as network,
-    ):
-        link_mbit = network.measure() if network else None
-        outcomes = run_ranks(
-            measure,
-            benchmark.workload,
-            data,
-            benchmark.methods,
-            Turns(benchmark.repeat, benchmark.warm_up, None if limited else benchmark.ranks_per_host),
-            network.interface if network else None,
-            world_size=benchmark.world_size,
-            ranks_per_host=benchmark.ranks_per_host if limited else None,
-            network=network,
-            timeout_seconds=benchmark.timeout_seconds,
-            on_message=lambda rank, message: on_progress(message) if rank == 0 else None,
+    workload = benchmark.workload
+    with clear_job_errors():
+        link_mbit, ranks = benchmark.measure(
+            measure, workload, workload.job.load(), benchmark.methods, on_progress=on_progress
         )
-    return _result(benchmark, link_mbit, [outcome.value for outcome in outcomes])
-
-
-def run_in_job(benchmark: DenseBenchmark, on_progress: Callable[[str], None]) -> dict[str, Any]:
-    """Run the benchmark as a rank of a job that torchrun started, over its own network, and return the same on all."""
-    turns = Turns(benchmark.repeat, benchmark.warm_up, one_clock=benchmark.hosts == 1)
-    with gloo_group():
-        data = benchmark.workload.job.load()
-        arguments = (benchmark.workload, data, benchmark.methods, turns, None)
-        per_rank = on_all_ranks(measure, *arguments, on_message=on_progress)
-    return _result(benchmark, None, per_rank)
-
-
-def _result(benchmark: DenseBenchmark, link_mbit: float | None, ranks: Sequence[DenseRank]) -> dict[str, Any]:
-    return {"environment": _environment(benchmark), "rows": _rows(benchmark, link_mbit, ranks)}
-
-
-def _environment(benchmark: DenseBenchmark) -> dict[str, Any]:
-    return {
-        **environment(),
-        "hosts": benchmark.hosts,
-        "in_job": is_in_job(),
-        "link_nominal_mbit": benchmark.link.mbit,
-        "repeat": benchmark.repeat,
-        "warm_up": benchmark.warm_up,
-        "seed": benchmark.workload.seed,
-        "threads_per_rank": torch.get_num_threads() if is_in_job() else 1,
-    }
+    return {"environment": benchmark.environment(workload.seed), "rows": _rows(benchmark, link_mbit, ranks)}
 
 
 def _rows(benchmark: DenseBenchmark, link_mbit: float | None, ranks: Sequence[DenseRank]) -> list[dict[str, Any]]:

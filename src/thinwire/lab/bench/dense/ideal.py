@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from thinwire.codes.floats import CHUNK_VALUES
+from thinwire.rows.floats import CHUNK_VALUES
 
 _LAYOUTS: dict[torch.dtype, tuple[torch.dtype, int, int]] = {
     torch.float32: (torch.int32, 8, 23),
@@ -15,7 +15,7 @@ _LAYOUTS: dict[torch.dtype, tuple[torch.dtype, int, int]] = {
     torch.bfloat16: (torch.int16, 8, 7),
     torch.float16: (torch.int16, 5, 10),
 }
-"""For each dtype the integers of its size, the bits of the exponent, and those of the mantissa."""
+"""For each dtype the integers of its size, the bits of the exponent, and of the mantissa."""
 
 
 def ideal_bits(values: Tensor, chunk: int = CHUNK_VALUES) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,18 +13,17 @@ from torch import Tensor
 
 from thinwire import kernels
 from thinwire.comm.channel import Channel, Subject, opening_bytes
-from thinwire.comm.hosts import HOST_VARIABLE
 from thinwire.comm.lane import Lane
 from thinwire.comm.process_group import ring_all_reduce_bytes
 from thinwire.lab.bench.dense.ideal import push_and_pull
 from thinwire.lab.bench.dense.workload import DenseWorkload
 from thinwire.lab.bench.jobs.job import Data
-from thinwire.lab.bench.sync_rank import Turns, timed
 from thinwire.lab.bench.train.account import interface_bytes_sent
 from thinwire.lab.bench.train.stock import rank_order_sum
+from thinwire.lab.bench.turns import Turns, timed
 from thinwire.lab.testbed.rank import RankContext
-from thinwire.lossless.sum import SumReport, all_reduce
-from thinwire.sync.synchronize import dense_all_reduce
+from thinwire.sums.lossless import SumReport, begin
+from thinwire.sums.synchronize import dense_all_reduce
 
 NATIVE, LOSSLESS, BF16, RANK_ORDER = "native", "lossless", "bf16", "rank_order"
 METHODS = (NATIVE, LOSSLESS, BF16, RANK_ORDER)
@@ -37,7 +35,7 @@ _WARM_UP_VALUES = 4096
 
 @dataclass(frozen=True)
 class DenseMeasurement:
-    """Measurement of one method on one rank; errors and ideal bits are those of the mean, the same on all ranks."""
+    """Measurement of one method on one rank; errors and ideal bits refer to the mean, the same on all ranks."""
 
     started: tuple[float, ...]
     ended: tuple[float, ...]
@@ -73,24 +71,15 @@ def measure(
     data: Data | None,
     methods: tuple[str, ...],
     turns: Turns,
-    interface: str | None,
 ) -> DenseRank:
     """Record gradients, run each method in turns, interleaved, and return what was measured."""
-    if turns.ranks_per_host is not None:
-        os.environ[HOST_VARIABLE] = str(context.rank // turns.ranks_per_host)
+    turns.share_hosts(context)
     buckets = workload.record(context.rank, context.world_size, data)
-    context.send("recorded")
     lane = Lane()
     kernels.warm_up()
     for method in methods:
         _run(lane, method, [bucket[:_WARM_UP_VALUES].clone() for bucket in buckets], SumReport())
-    runs: dict[str, list[_Run]] = {method: [] for method in methods}
-    for turn in range(turns.warm_up + turns.repeat):
-        for method in methods:
-            run = _once(lane, method, buckets, turns.one_clock, interface)
-            if turn >= turns.warm_up:
-                runs[method].append(run)
-            context.send(method)
+    runs = turns.run(context, methods, lambda method: _once(lane, method, buckets, turns))
     lane.close()
     return _judged(context, buckets, runs)
 
@@ -106,10 +95,10 @@ class _Run:
     coded: SumReport
 
 
-def _once(lane: Lane, method: str, buckets: Sequence[Tensor], one_clock: bool, interface: str | None) -> _Run:
-    means, coded = [bucket.clone() for bucket in buckets], SumReport()
+def _once(lane: Lane, method: str, buckets: Sequence[Tensor], turns: Turns) -> _Run:
+    means, coded, interface = [bucket.clone() for bucket in buckets], SumReport(), turns.interface
     before = None if interface is None else interface_bytes_sent(interface)
-    started, ended, sent, between = timed(partial(_run, lane, method, means, coded), lane, one_clock)
+    started, ended, sent, between = timed(partial(_run, lane, method, means, coded), lane, turns.one_clock)
     dist.barrier()  # what this host still has to send belongs to this run
     link = None if before is None or interface is None else interface_bytes_sent(interface) - before
     return _Run(started, ended, sent, between, link, means, coded)
@@ -117,18 +106,35 @@ def _once(lane: Lane, method: str, buckets: Sequence[Tensor], one_clock: bool, i
 
 def _run(lane: Lane, method: str, means: Sequence[Tensor], coded: SumReport) -> None:
     """Average all buckets in place, a job of the lane for each, as in a training."""
-    done = [lane.submit(partial(_job, method, number, bucket, coded)) for number, bucket in enumerate(means)]
+    if method == LOSSLESS:
+        begins = [partial(_begin, number, bucket, coded) for number, bucket in enumerate(means)]
+        done = [lane.submit(lambda lane, complete: complete(), begin=begin) for begin in begins]
+    else:
+        done = [lane.submit(partial(_job, method, number, bucket)) for number, bucket in enumerate(means)]
     for future in done:
         future.wait()
 
 
-def _job(method: str, number: int, bucket: Tensor, coded: SumReport, lane: Lane) -> None:
-    channel = lane.channel(Subject(f"bench {method} bucket {number}", f"{list(bucket.shape)} {bucket.dtype}"))
+def _begin(number: int, bucket: Tensor, coded: SumReport, lane: Lane) -> Callable[[], None]:
+    channel, report = lane.channel(_subject(LOSSLESS, number, bucket)), SumReport()
+    channel.begin_open()
+    complete = begin(bucket, channel, 1.0 / channel.world_size, report)
+
+    def finish() -> None:
+        complete()
+        coded.add(report)
+
+    return finish
+
+
+def _job(method: str, number: int, bucket: Tensor, lane: Lane) -> None:
+    channel = lane.channel(_subject(method, number, bucket))
     channel.open()
-    if method == LOSSLESS:
-        all_reduce(bucket, channel, 1.0 / channel.world_size, coded)
-    else:
-        _UNCODED[method](bucket, channel)
+    _UNCODED[method](bucket, channel)
+
+
+def _subject(method: str, number: int, bucket: Tensor) -> Subject:
+    return Subject(f"bench {method} bucket {number}", f"{list(bucket.shape)} {bucket.dtype}")
 
 
 def _native(bucket: Tensor, channel: Channel) -> None:

@@ -22,7 +22,7 @@ _FIRST_BUCKET_BYTES, _BUCKET_BYTES = 1 << 20, 25 << 20  # as DDP has them
 
 @dataclass(frozen=True)
 class DenseWorkload:
-    """The gradients of one step of a job on each rank, in buckets like those of DDP.
+    """The gradients of one step of a job on each rank, in buckets as DDP fills them.
 
     Args:
         text: ``dense:JOB``, a job of `bench train` with its settings; ``:autocast`` is bfloat16 in the forward pass,

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from thinwire.errors import missing_package
 from thinwire.lab.bench.jobs.job import Data, Job, Samples
+from thinwire.lab.missing import missing_package
 
 _HELD_OUT_EVERY = 5
 _VGG16 = ((1, 2), (2, 2), (4, 3), (8, 3), (8, 3))
@@ -132,10 +132,10 @@ class ResNetJob(Job):
     def network(self) -> nn.Module:
         stages: list[nn.Module] = []
         before = self.channels
-        for place, number in enumerate(self.blocks):
-            width = self.channels << place
+        for index, number in enumerate(self.blocks):
+            width = self.channels << index
             for block in range(number):
-                stages.append(Bottleneck(before, width, stride=2 if place and not block else 1))
+                stages.append(Bottleneck(before, width, stride=2 if index and not block else 1))
                 before = 4 * width
         return nn.Sequential(
             _Enlarge(self.size),

@@ -87,7 +87,7 @@ class LstmModel(nn.Module):
 class NmtJob(Job):
     """Translation by LSTMs with attention (Luong et al., EMNLP'15): two tables, the target's also the output's.
 
-    The other language is made from the text: each word has a translation, and words change places in pairs. The
+    The other language is made from the text: each word has a translation, and pairs of words are swapped. The
     softmax is sampled, so both tables have sparse gradients; its held-out loss is over all words.
 
     Published: the parameters of ZEN's NMT (OSDI'25, table 1), 31M + 112M: two tables of 54,688 rows of 1,024, two
@@ -156,8 +156,8 @@ class NmtModel(nn.Module):
 class Word2VecJob(Job):
     """Skip-gram with negative sampling (Mikolov et al., NeurIPS'13): a table of words and one of their contexts.
 
-    A sample is a word and one up to ``window`` places from it. Words that are not its context are drawn in proportion
-    to the power 0.75 of their frequency; the held-out loss is over such draws too, the same for all methods.
+    A sample is a word and one up to ``window`` positions from it. Words that are not its context are drawn in
+    proportion to the power 0.75 of their frequency; the held-out loss is over such draws too, the same for all methods.
 
     Published: the vectors of GoogleNews, 3 million words and phrases of 300, two tables of which are trained.
 

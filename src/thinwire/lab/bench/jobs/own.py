@@ -176,8 +176,8 @@ def clear_job_errors() -> Iterator[None]:
     except RanksFailed as failed:
         for outcome in failed.outcomes:
             last = (outcome.error or "").strip().rpartition("\n")[2]
-            if found := re.match(rf"(?:\w+\.)*{JobError.__name__}: (.*)", last):
-                raise JobError(found[1]) from failed
+            if match := re.match(rf"(?:\w+\.)*{JobError.__name__}: (.*)", last):
+                raise JobError(match[1]) from failed
         if error := first_error(failed):
             raise RanksFailed(f"the job failed on rank {error[0]}:\n{error[1]}", failed.outcomes) from failed
         raise

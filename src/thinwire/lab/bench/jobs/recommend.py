@@ -138,8 +138,8 @@ class DeepFmJob(ClicksJob):
 
     The last column of a table is the weight of the first order, the others are the factors.
 
-    Published: the parameters of ZEN's DeepFM (OSDI'25, table 1), 68M + 214M: tables of 16, those of Criteo with at most
-    2,650,774 rows, and layers of 5,724.
+    Published: the parameters of ZEN's DeepFM (OSDI'25, table 1), 68M + 214M: tables of 16, as Criteo has them with at
+    most 2,650,774 rows, and layers of 5,724.
     """
 
     published: ClassVar[Mapping[str, Any]] = {"max_rows": 2_650_774, "hidden_size": 5724, "batch_size": 1024}

@@ -112,10 +112,10 @@ class BertJob(TransformerJob):
     def _masked(self, text: Samples, generator: torch.Generator) -> Samples:
         """The mask is the last word of the table, and each sample has as many: so losses are means of samples."""
         number = max(1, round(self.masked * self.length))
-        places = torch.rand(text.inputs.shape, generator=generator).argsort(1)[:, :number]
+        positions = torch.rand(text.inputs.shape, generator=generator).argsort(1)[:, :number]
         words = text.inputs.int()
-        targets = torch.full_like(words, _IGNORED).scatter(1, places, words.gather(1, places))
-        return Samples(words.scatter(1, places, self.num_words - 1), targets)
+        targets = torch.full_like(words, _IGNORED).scatter(1, positions, words.gather(1, positions))
+        return Samples(words.scatter(1, positions, self.num_words - 1), targets)
 
     def network(self) -> nn.Module:
         return BertModel(self)
@@ -147,7 +147,7 @@ class BertModel(nn.Module):
 
 @dataclass(frozen=True)
 class XlmrJob(TransformerJob):
-    """Fine-tuning of an embedding model: a query finds its document among those of the batch.
+    """Fine-tuning of an embedding model: a query finds its document in the batch.
 
     Query and document are neighboring pieces of the text (the inverse cloze task of Lee et al., ACL'19). One encoder
     reads both, in two forwards before one backward; the loss is the cross entropy of their cosines, as in

@@ -30,7 +30,7 @@ class Account:
     lossless_bits_per_value: float | None = None
 
 
-class Attached(ABC):
+class RunningMethod(ABC):
     """Base of methods attached to a model."""
 
     @abstractmethod
@@ -71,7 +71,7 @@ def interface_bytes_sent(interface: str) -> int:
         ValueError: there is no such interface.
     """
     for line in Path("/proc/thread-self/net/dev").read_text().splitlines():
-        name, found, counters = line.partition(":")
-        if found and name.strip() == interface:
+        name, separator, counters = line.partition(":")
+        if separator and name.strip() == interface:
             return int(counters.split()[8])
     raise ValueError(f"this host has no interface {interface!r}")

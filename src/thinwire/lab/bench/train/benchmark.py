@@ -7,8 +7,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from thinwire.lab.bench.in_job import gloo_group, is_in_job, on_all_ranks
 from thinwire.lab.bench.jobs.job import Job
 from thinwire.lab.bench.jobs.named import parse_job
@@ -17,7 +15,7 @@ from thinwire.lab.bench.train.curve import TOLERANCE, reached_at
 from thinwire.lab.bench.train.methods import DDP, method_of
 from thinwire.lab.bench.train.rank import JobTraining, RankRecord, train
 from thinwire.lab.bench.train.rows import against_dense, against_rank_order, curve_of, row_of
-from thinwire.lab.report import environment
+from thinwire.lab.bench.turns import conditions
 from thinwire.lab.testbed.launch import preload, run_ranks
 from thinwire.lab.testbed.network import EmulatedNetwork, Link
 
@@ -75,7 +73,7 @@ class TrainBenchmark:
         return self.the_job.steps if self.steps is None else self.steps
 
     def steps_of(self, method: str) -> int:
-        """Planned steps of a method: those of the benchmark, or more of an outer loop that trains longer."""
+        """Planned steps of a method: the benchmark's, or more of an outer loop that trains longer."""
         return round(self.num_steps * method_of(method, self.the_job, self.num_steps, self.hosts).longer)
 
     def max_steps_of(self, method: str) -> int:
@@ -91,7 +89,8 @@ class TrainBenchmark:
 def run(benchmark: TrainBenchmark, on_step: OnStep) -> dict[str, Any]:
     """Run the trainings and return ``{"environment": {...}, "rows": [...]}``; fields: docs/evidence/bench-train.md.
 
-    Every run has fresh processes; for each seed the methods follow one another.
+    Every run has fresh processes; for each seed the methods follow one another. In a job that torchrun started all runs
+    share its processes and its network; ``on_step`` is called on rank 0, and all ranks get the result.
 
     Raises:
         ImportError: the job's data need a package that is not installed.
@@ -99,9 +98,18 @@ def run(benchmark: TrainBenchmark, on_step: OnStep) -> dict[str, Any]:
         NetAdminError: a link is asked for, but the process may not make network namespaces.
         RanksFailed: a rank failed, with its traceback.
     """
+    data = benchmark.the_job.load()
+    if is_in_job():
+
+        def train_here(training: JobTraining) -> list[RankRecord]:
+            return on_all_ranks(
+                train, training, data, on_message=lambda message: on_step(training.method, training.seed, *message)
+            )
+
+        with gloo_group():
+            return _results(benchmark, train_here)
     preload("torch._dynamo")
     preload("thinwire.lab.bench.train.stock")
-    data = benchmark.the_job.load()
     limited = benchmark.link.mbit is not None
     with (
         clear_job_errors(),
@@ -122,25 +130,6 @@ def run(benchmark: TrainBenchmark, on_step: OnStep) -> dict[str, Any]:
 
         interface = network.interface if network else None
         return _results(benchmark, train_on_ranks, network.measure() if network else None, interface)
-
-
-def run_in_job(benchmark: TrainBenchmark, on_step: OnStep) -> dict[str, Any]:
-    """Run the trainings as a rank of a job that torchrun started, over its own network, and return the same on all.
-
-    All runs share the processes; ``on_step`` is called on rank 0.
-
-    Raises:
-        ImportError, JobError: as `run`.
-    """
-    data = benchmark.the_job.load()
-
-    def train_here(training: JobTraining) -> list[RankRecord]:
-        return on_all_ranks(
-            train, training, data, on_message=lambda message: on_step(training.method, training.seed, *message)
-        )
-
-    with gloo_group():
-        return _results(benchmark, train_here)
 
 
 def _results(
@@ -176,10 +165,7 @@ def _results(
 def _environment(benchmark: TrainBenchmark) -> dict[str, Any]:
     job = benchmark.the_job
     return {
-        **environment(),
-        "hosts": benchmark.hosts,
-        "in_job": is_in_job(),
-        "link_nominal_mbit": benchmark.link.mbit,
+        **conditions(benchmark.hosts, benchmark.link),
         "steps": benchmark.num_steps,
         "seeds": benchmark.seeds,
         "judged_by": job.judged_by,
@@ -190,5 +176,4 @@ def _environment(benchmark: TrainBenchmark) -> dict[str, Any]:
         "learning_rate": job.learning_rate,
         "momentum": job.momentum,
         "clip_norm": job.clip_norm,
-        "threads_per_rank": torch.get_num_threads() if is_in_job() else 1,
     }

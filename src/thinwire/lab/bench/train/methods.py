@@ -2,10 +2,10 @@
 
 ``NAME`` has the settings of the table below; ``NAME:density=0.001`` changes some of them. Every method of thinwire
 also accepts ``warm_up``, the share of the steps over which `thinwire.compress.warm_up` leads to it, ``leave``, a
-pattern (`fnmatch`) of names that stay exact, and ``exchange``, ``fuse`` and ``ahead``, which are passed on to
-`thinwire.attach`. With ``fuse``, ``ahead=False`` and ``plan`` the model is a plain module, whose gradients can travel
-in any groups; see `thinwire.lab.bench.train.planned`. The name of a scheme, such as "zen", is `thinwire.attach` with
-that scheme for embedding tables. Outer loops, which are another algorithm, are in `thinwire.lab.bench.train.outer`.
+pattern (`fnmatch`) of names that stay exact, ``exchange``, which averages its payloads, and ``fuse``, a policy around
+it. With ``fuse`` and ``plan`` the model is a plain module, whose gradients can travel in any groups; see
+`thinwire.lab.bench.train.planned`. The name of a scheme, such as "zen", is `thinwire.attach` with that scheme for
+embedding tables. Outer loops, which are another algorithm, are in `thinwire.lab.bench.train.outer`.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from thinwire.compress.assign import leave_small
-from thinwire.compress.base import Parameter
+from thinwire.compress.assign import NATIVE, Dense, Rule, leave_small
+from thinwire.compress.base import Exchanged, Parameter
 from thinwire.compress.named import NAMES as COMPRESSORS
 from thinwire.compress.named import construct, split
 from thinwire.lab.bench.jobs.job import Job
 from thinwire.lab.bench.jobs.own import OwnJob
-from thinwire.lab.bench.train.account import Account, Attached
+from thinwire.lab.bench.train.account import Account, RunningMethod
 from thinwire.lab.bench.train.outer import CODEC, Outer, OuterMethod, codec_of
 from thinwire.lab.bench.train.outer import SETTINGS as OUTER_SETTINGS
 from thinwire.lab.bench.train.planned import Planning, grouping
 from thinwire.plan.plan import Plan
-from thinwire.sync.named import AUTO, NAMED
+from thinwire.sums.named import AUTO, NAMED
 
 DDP, BF16, POWER_SGD_TORCH, THINWIRE, PLAN = "ddp", "bf16", "powersgd_torch", "thinwire", "plan"
 RANK_ORDER, LOSSLESS = "rank_order", "lossless"
@@ -63,7 +63,7 @@ class Method:
         planning: makes the plan before the first step, which then decides how the model is synchronized.
     """
 
-    attach: Callable[[Any, torch.optim.Optimizer], Attached]
+    attach: Callable[[Any, torch.optim.Optimizer], RunningMethod]
     compresses: Callable[[str, Tensor], bool] = lambda name, parameter: False
     optimizer_momentum: bool = True
     clips_after_sum: bool = True
@@ -111,6 +111,8 @@ SETTINGS: dict[str, MethodSetting] = {
     "natural": MethodSetting(),
     "int8": MethodSetting(),
     "fp8": MethodSetting(),
+    "mxfp8": MethodSetting(),
+    "mxfp4": MethodSetting(),
     "fp16": MethodSetting(),
     "power_sgd": MethodSetting({"rank": 8}),
     "acp_sgd": MethodSetting({"rank": 4}),
@@ -135,27 +137,25 @@ def method_of(text: str, job: Job | OwnJob, steps: int, world_size: int) -> Meth
         return Method(_unplanned, planning=Planning.of(settings, world_size))
     if name in OUTER_METHODS:
         return _outer_method(name, settings)
-    attach_settings, is_plain = grouping(settings)
-    if name == LOSSLESS:
-        dense = settings.pop("dense", LOSSLESS)
+    if name in (LOSSLESS, THINWIRE, EXACT, *NAMED):
+        exact = settings.pop("dense", LOSSLESS) if name == LOSSLESS else NATIVE if "fuse" in settings else AUTO
+        dense, is_plain = grouping(settings, exact)
         _refuse(name, settings)
-        return Method(lambda model, _: ThinwireMethod(model, dense=dense, **attach_settings), is_plain=is_plain)
-    if name in (THINWIRE, EXACT, *NAMED):
-        _refuse(name, settings)
-        scheme = name if name in NAMED else AUTO
-        return Method(lambda model, _: ThinwireMethod(model, scheme=scheme, **attach_settings), is_plain=is_plain)
+        rows = name if name in NAMED else AUTO
+        return Method(lambda model, _: ThinwireMethod(model, rows, dense), is_plain=is_plain)
     setting = SETTINGS[name]
     arguments = dict(setting.arguments)
     if setting.of_run is not None:
         arguments |= setting.of_run(job, steps, world_size)
     arguments |= settings
     warm_up = arguments.pop("warm_up", 0.0)
-    attach_settings |= {"exchange": arguments.pop("exchange")} if "exchange" in arguments else {}
-    leave = str(arguments.pop("leave", ""))
-    compress = _policy(_warmed_up(construct(name, arguments), round(warm_up * steps)), leave)
+    exchange, leave = arguments.pop("exchange", AUTO), str(arguments.pop("leave", ""))
+    fuse = {key: arguments.pop(key) for key in ("fuse",) if key in arguments}
+    rule = _rule(_warmed_up(construct(name, arguments), round(warm_up * steps)).by(exchange), leave)
+    dense, is_plain = grouping(fuse, rule)
     return Method(
-        lambda model, _: ThinwireMethod(model, compress=compress, **attach_settings),
-        lambda key, tensor: compress(Parameter(key, tuple(tensor.shape), tensor.dtype)) is not None,
+        lambda model, _: ThinwireMethod(model, AUTO, dense),
+        lambda key, tensor: rule(Parameter(key, tuple(tensor.shape), tensor.dtype)) != NATIVE,
         setting.optimizer_momentum or arguments.get("momentum") == 0.0,
         setting.clips_after_sum,
         setting.learning_rate_scale,
@@ -167,14 +167,14 @@ def method_of_plan(plan: Plan, planning: Planning) -> Method:
     """Return the method that executes a plan: stock DDP, if the plan is to do nothing."""
     if plan.does_nothing:
         return _torch_method(DDP, {})
-    return Method(lambda model, _: ThinwireMethod(model, plan=plan, **planning.attach_settings), is_plain=True)
+    return Method(lambda model, _: ThinwireMethod(model, AUTO, plan), is_plain=True)
 
 
 def _outer_method(name: str, settings: dict[str, Any]) -> Method:
     """Return an outer loop; the compressor of its differences has no part in what happens to gradients."""
     codec = settings.pop(_CODEC, None)
     outer = Outer.of(name, settings)
-    attach_settings: dict[str, Any] = {"outer": outer.recipe}
+    dense: Dense = NATIVE
     if codec is not None:
         method, arguments = split(codec)
         codecs = {**SETTINGS, **{name: MethodSetting() for name in COMPRESSORS if name not in SETTINGS}}
@@ -184,11 +184,10 @@ def _outer_method(name: str, settings: dict[str, Any]) -> Method:
             why = "has momentum, and so has the outer optimizer" if setting else "is no compressor"
             raise ValueError(f"codec={method} {why}; legal are {legal}")
         arguments = {key: value for key, value in setting.arguments.items() if key != "warm_up"} | arguments
-        attach_settings |= {"exchange": arguments.pop("exchange")} if "exchange" in arguments else {}
-        leave = str(arguments.pop("leave", ""))
-        attach_settings["compress"] = _policy(codec_of(method, arguments), leave)
+        exchange, leave = arguments.pop("exchange", AUTO), str(arguments.pop("leave", ""))
+        dense = _rule(codec_of(method, arguments).by(exchange), leave)
     return Method(
-        lambda model, optimizer: OuterMethod(model, optimizer, attach_settings),
+        lambda model, optimizer: OuterMethod(model, optimizer, outer.recipe, dense),
         inner_lr=outer.inner_lr,
         longer=outer.longer,
         is_plain=True,
@@ -211,14 +210,14 @@ def parse(text: str) -> tuple[str, dict[str, Any]]:
         return PLAN, {"file": text.removeprefix(f"{PLAN}:")}
     if text == f"{LOSSLESS}:{AUTO}":
         return LOSSLESS, {"dense": AUTO}
-    loop, found, codec = text.partition(CODEC)
+    loop, separator, codec = text.partition(CODEC)
     name, settings = split(loop)
     legal = (*NAMES, *NAMED, *SETTINGS)
     if name not in legal:
         raise ValueError(f"unknown method {name!r}; legal are {', '.join(legal)}")
-    if found and name not in OUTER_METHODS:
+    if separator and name not in OUTER_METHODS:
         raise ValueError(f"{name} has no codec=, which outer loops have: {', '.join(OUTER_METHODS)}")
-    return name, settings | ({_CODEC: codec} if found else {})
+    return name, settings | ({_CODEC: codec} if separator else {})
 
 
 def _refuse(name: str, settings: dict[str, Any]) -> None:
@@ -247,24 +246,24 @@ def _torch_method(name: str, settings: dict[str, Any]) -> Method:
 
 def _warmed_up(compressor: Any, steps: int) -> Any:
     from thinwire.compress import warm_up
-    from thinwire.compress.assign import with_memory
+    from thinwire.compress.memory import with_memory
 
     return warm_up(with_memory(compressor), steps) if steps else compressor
 
 
-def _policy(compressor: Any, leave: str) -> Callable[[Parameter], Any]:
+def _rule(compressor: Exchanged, leave: str) -> Rule:
     """The decision of `thinwire.attach` for a parameter that is no embedding table; tables travel as exact rows."""
     large = leave_small(compressor)
-    return lambda parameter: None if fnmatchcase(parameter.name, leave) else large(parameter)
+    return lambda parameter: NATIVE if fnmatchcase(parameter.name, leave) else large(parameter)
 
 
-class ThinwireMethod(Attached):
-    """Method that attaches thinwire to a model, with its settings; exact synchronization without ``compress``."""
+class ThinwireMethod(RunningMethod):
+    """Method that attaches thinwire to a model."""
 
-    def __init__(self, model: nn.Module, **settings: Any) -> None:
+    def __init__(self, model: nn.Module, rows: str, dense: Any) -> None:
         import thinwire
 
-        self._synchronizer = thinwire.attach(model, **settings)
+        self._synchronizer = thinwire.attach(model, rows, dense)
 
     def account(self) -> Account:
         stats = self._synchronizer.stats()

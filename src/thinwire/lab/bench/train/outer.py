@@ -1,6 +1,6 @@
 """Methods of `thinwire bench train` that are outer loops: ranks train alone, and parameters are averaged seldom.
 
-``diloco:every=32:codec=top_k:density=0.0156:values=qsgd(bits=2):decay=0.95``: settings up to ``codec=`` are those of
+``diloco:every=32:codec=top_k:density=0.0156:values=qsgd(bits=2):decay=0.95``: settings up to ``codec=`` belong to
 `thinwire.outer.diloco`, and what follows is the compressor of the differences, with the settings that it has as a
 method of its own; ``decay`` is that of its error feedback.
 """
@@ -19,7 +19,7 @@ from thinwire import outer
 from thinwire.compress.base import Compressor
 from thinwire.compress.memory import error_feedback
 from thinwire.compress.named import construct
-from thinwire.lab.bench.train.account import Account, Attached
+from thinwire.lab.bench.train.account import Account, RunningMethod
 from thinwire.outer.recipe import OuterRecipe
 
 SETTINGS: dict[str, tuple[Callable[..., OuterRecipe], dict[str, Any]]] = {
@@ -66,8 +66,8 @@ class Outer:
             return cls(make(**arguments), **factors)
         except TypeError as error:
             raise ValueError(
-                f"thinwire.outer.{make.__name__} does not take these settings: {error}; those of the compressor stand"
-                " behind codec=, as in diloco:every=32:codec=top_k:density=0.0156"
+                f"thinwire.outer.{make.__name__} does not take these settings: {error}; settings of the"
+                " compressor stand behind codec=, as in diloco:every=32:codec=top_k:density=0.0156"
             ) from error
 
 
@@ -79,7 +79,7 @@ def codec_of(name: str, arguments: dict[str, Any]) -> Compressor:
     """
     arguments = dict(arguments)
     if arguments.pop("warm_up", None):
-        raise ValueError(f"codec={name} has no warm_up: there are rounds, not steps; give start_step= before codec=")
+        raise ValueError(f"codec={name} has no warm_up: there are rounds, not steps; local_sgd takes a start_step=")
     if name == "ef_sign_sgd" or "decay" not in arguments:
         return construct(name, arguments)
     decay = arguments.pop("decay")
@@ -88,13 +88,13 @@ def codec_of(name: str, arguments: dict[str, Any]) -> Compressor:
     return error_feedback(construct(name, arguments), decay=decay)
 
 
-class OuterMethod(Attached):
+class OuterMethod(RunningMethod):
     """Method that attaches an outer loop; bytes and seconds are spent in rounds, not in every step."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, settings: dict[str, Any]) -> None:
-        import thinwire
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, recipe: OuterRecipe, dense: Any) -> None:
+        from thinwire.outer.attachment import attach
 
-        self._loop = thinwire.attach(model, optimizer=optimizer, **settings)
+        self._loop = attach(model, optimizer, recipe, dense=dense)
 
     def account(self) -> Account:
         stats = self._loop.stats()

@@ -1,18 +1,20 @@
 """Methods whose gradients travel in groups of a policy or a plan, as given by their texts.
 
 ``fuse=cupcake``, ``fuse=byte_cap(mb=4)``, ``fuse=safusion(align=False;adapt=False)``: a policy of `thinwire.fuse`.
-``ahead=False`` compresses a group as one flat tensor. ``plan`` measures the job before its first step and uses the
+``plan`` measures the job before its first step and uses the
 best plan, which may be to do nothing; ``plan:plan.json`` (or ``plan:file=plan.json``) uses a saved one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from thinwire.compress.assign import Dense
 from thinwire.compress.named import colons
 from thinwire.plan.plan import Plan
+from thinwire.plan.policy import Policy
 
 if TYPE_CHECKING:
     from thinwire.lab.planning.training import Training
@@ -25,12 +27,12 @@ class Planning:
     Args:
         file: a saved plan to use; empty to measure, on all ranks.
         compressors: texts of `thinwire.compress.named.parse` that may be in the plan; None for the usual ones.
-        attach_settings: passed on to `thinwire.attach`.
+        fallback: whether to drop a plan that turns out slower than exact synchronization.
     """
 
     file: str = ""
     compressors: tuple[str, ...] | None = None
-    attach_settings: dict[str, Any] = field(default_factory=dict)
+    fallback: bool = False
 
     @classmethod
     def of(cls, settings: dict[str, Any], world_size: int) -> Planning:
@@ -49,7 +51,7 @@ class Planning:
             raise ValueError(f"{file} is a plan for {ranks} ranks, and there are {world_size}: give --hosts {ranks}")
         compressors = None if text is None else () if text == "none" else tuple(map(colons, str(text).split("+")))
         _check(compressors or ())
-        return cls(file, compressors, {"fallback": bool(settings.get("fallback", False))})
+        return cls(file, compressors, bool(settings.get("fallback", False)))
 
     def plan(self, make: Callable[[], Training]) -> Plan:
         """Return the plan for the training that ``make`` makes; a collective call.
@@ -58,31 +60,32 @@ class Planning:
             ValueError: the job cannot be measured: one rank.
         """
         if self.file:
-            return Plan.load(self.file)
-        from thinwire.lab.planning.planner import DEFAULTS, best_plan
+            return self._with_fallback(Plan.load(self.file))
+        from thinwire.lab.planning.planner import best_plan
         from thinwire.lab.planning.training import How, measure_training
 
-        compressors = DEFAULTS if self.compressors is None else self.compressors
-        return best_plan(measure_training(make(), How(compressors, fresh=True)), compressors)
+        measurement = measure_training(make(), How(self.compressors, fresh=True))
+        return self._with_fallback(best_plan(measurement, self.compressors))
+
+    def _with_fallback(self, plan: Plan) -> Plan:
+        return replace(plan, fallback=True) if self.fallback else plan
 
 
-def grouping(settings: dict[str, Any]) -> tuple[dict[str, Any], bool]:
-    """Remove ``fuse`` and ``ahead`` from the settings of a method and return their arguments for `thinwire.attach`.
+def grouping(settings: dict[str, Any], dense: Dense) -> tuple[Dense | Policy, bool]:
+    """Remove ``fuse`` from the settings of a method.
 
     Returns:
-        The arguments for `thinwire.attach`, and whether they need a plain module.
+        The policy around ``dense``, or that alone; and whether it needs a plain module.
 
     Raises:
         ValueError: an unknown policy, or settings that it does not take.
     """
-    found: dict[str, Any] = {}
-    if "fuse" in settings:
-        from thinwire import fuse
+    if "fuse" not in settings:
+        return dense, False
+    from thinwire import fuse
 
-        found["fuse"] = fuse.parse(colons(str(settings.pop("fuse"))))
-    if "ahead" in settings:
-        found["ahead"] = bool(settings.pop("ahead"))
-    return found, bool(found)
+    policy: Any = fuse.parse(colons(str(settings.pop("fuse"))))
+    return replace(policy, dense=dense), True
 
 
 def _check(compressors: tuple[str, ...]) -> None:

@@ -22,8 +22,8 @@ from thinwire.lab.bench.train.summary import (
 )
 from thinwire.lab.plot import MOST_LINES, SMALL, is_narrow, key, label_ends, wrapped
 from thinwire.lab.report import Report
-from thinwire.plan.explain import counted
-from thinwire.plan.plan import EXACT as EXACT_WAYS
+from thinwire.lab.text import counted
+from thinwire.plan.plan import EXACT as EXACT_METHODS
 from thinwire.plan.plan import STOCK
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ def _lossy_of(rows: Sequence[dict[str, Any]]) -> set[str]:
 
 def _is_lossy(name: str, choice: str) -> bool:
     if name == PLAN:
-        return choice != STOCK and not choice.startswith(EXACT_WAYS)
+        return choice != STOCK and not choice.startswith(EXACT_METHODS)
     return name not in (DDP, THINWIRE, EXACT)
 
 
@@ -202,17 +202,17 @@ def _name(method: str, narrow: bool) -> str:
 def _draw_times(axes: Axes, rows: Sequence[dict[str, Any]]) -> None:
     methods = list(dict.fromkeys(row["method"] for row in rows))
     step_seconds = {cells[0]: cells[columns(rows).index("step s")] for cells in table_rows(rows)}
-    for place, method in enumerate(methods):
+    for index, method in enumerate(methods):
         own = [row for row in rows if row["method"] == method]
         for offset, height, parts in ((-0.12, 0.4, _PARTS), (0.22, 0.18, _LANE_PARTS)):
             left = 0.0
             for name, label, color, alpha in parts:
                 width = statistics.median(row[name] or 0.0 for row in own)
-                shown = label if place == 0 and label else None
-                axes.barh(place + offset, width, height, left=left, color=color, alpha=alpha, label=shown, linewidth=0)
+                shown = label if index == 0 and label else None
+                axes.barh(index + offset, width, height, left=left, color=color, alpha=alpha, label=shown, linewidth=0)
                 left += width
             if parts is _PARTS:
-                text, at = f"{step_seconds[method]} s", (left, place + offset)
+                text, at = f"{step_seconds[method]} s", (left, index + offset)
                 axes.annotate(text, at, xytext=(4, 0), textcoords="offset points", va="center", fontsize=SMALL)
     axes.set_yticks(range(len(methods)), [_name(method, is_narrow(axes)) for method in methods])
     axes.set(xlabel="time of a step (s)")

@@ -11,6 +11,7 @@ from typing import Any
 from thinwire.lab.bench.train.curve import LossCurve, reached_at
 from thinwire.lab.bench.train.methods import RANK_ORDER, TORCH_METHODS, parse
 from thinwire.lab.bench.train.rank import JobTraining, RankRecord, StepRecord
+from thinwire.lab.bench.turns import quantile
 from thinwire.plan.plan import STOCK
 
 
@@ -50,8 +51,8 @@ def row_of(training: JobTraining, records: Sequence[RankRecord], link_mbit: floa
         "steps_run": len(by_step),
         "step_seconds": typical([[seconds] for seconds in step_seconds]),
         "step_seconds_median": statistics.median(step_seconds),
-        "step_seconds_p10": _quantile(step_seconds, 0.1),
-        "step_seconds_p90": _quantile(step_seconds, 0.9),
+        "step_seconds_p10": quantile(step_seconds, 0.1),
+        "step_seconds_p90": quantile(step_seconds, 0.9),
         "first_step_seconds": step_seconds[0],
         "backward_seconds": _seconds(by_step, "compute_seconds", typical),
         "exposed_seconds": _seconds(by_step, "exposed_seconds", typical),
@@ -90,14 +91,14 @@ def against_dense(row: dict[str, Any], curve: LossCurve, dense_loss: float | Non
 
 
 def against_rank_order(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the rows of a seed with whether all losses and parameters are those of the uncoded sum in rank order.
+    """Return the rows of a seed with whether all losses and parameters equal the uncoded sum's in rank order.
 
     Null if that was not run.
     """
     digests = ("losses_digest", "parameters_digest")
-    found = [tuple(row[name] for name in digests) for row in rows if row["method"] == RANK_ORDER]
+    reference = [tuple(row[name] for name in digests) for row in rows if row["method"] == RANK_ORDER]
     return [
-        row | {"bitwise_rank_order": tuple(row[name] for name in digests) == found[0] if found else None}
+        row | {"bitwise_rank_order": tuple(row[name] for name in digests) == reference[0] if reference else None}
         for row in rows
     ]
 
@@ -186,14 +187,6 @@ def _mean(values: Sequence[float]) -> float:
 def _mean_or_none(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return _mean(known) if known else None
-
-
-def _quantile(values: Sequence[float], share: float) -> float:
-    ordered = sorted(values)
-    position = share * (len(ordered) - 1)
-    low = math.floor(position)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (position - low) * (ordered[high] - ordered[low])
 
 
 def _finite(value: float) -> float | None:

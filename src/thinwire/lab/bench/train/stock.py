@@ -16,14 +16,14 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.comm.process_group import ring_all_reduce_bytes, sparse_all_reduce_bytes
-from thinwire.lab.bench.train.account import Account, Attached, covered_seconds
+from thinwire.lab.bench.train.account import Account, RunningMethod, covered_seconds
 
 POWER_SGD_RANK = 4
 POWER_SGD_START_STEP = 10
 """Step before which torch's hook all-reduces exactly; it requires at least 2, because DDP rebuilds its buckets."""
 
 
-class StockDdp(Attached):
+class StockDdp(RunningMethod):
     """DDP without a hook. The time of its collectives comes from its own logger, for the step before."""
 
     def __init__(self, model: DistributedDataParallel) -> None:
@@ -76,7 +76,7 @@ def _sum_sparse(gradient: Tensor, world_size: int) -> Future[Tensor]:
     return work.get_future().then(lambda done: done.value()[0])
 
 
-class Bf16AllReduce(Attached):
+class Bf16AllReduce(RunningMethod):
     """Cast, all-reduce in bfloat16, cast back: the honest baseline. Torch's own bf16 hook refuses Gloo.
 
     Gradients are divided by the world size before the cast, and added up in bfloat16 by Gloo's ring.
@@ -118,7 +118,7 @@ class Bf16AllReduce(Attached):
         """Do nothing: there is nothing to free."""
 
 
-class RankOrderAllReduce(Attached):
+class RankOrderAllReduce(RunningMethod):
     """The uncoded sum in rank order, in float32 or wider, scaled at the end: what a lossless sum has the bits of.
 
     Each rank adds up a piece of the bucket and sends the sum to all. It waits in the hook, so nothing overlaps with
@@ -165,7 +165,7 @@ def rank_order_sum(tensors: Sequence[Tensor]) -> Tensor:
     return total.to(tensors[0].dtype)
 
 
-class TorchPowerSgd(Attached):
+class TorchPowerSgd(RunningMethod):
     """Torch's PowerSGD hook (Vogels et al., NeurIPS'19).
 
     It encodes and decodes between its all-reduces: encode is the time in the hook, wire the rest until the bucket is

@@ -20,8 +20,8 @@ from thinwire.lab.bench.train.methods import (
     TORCH_METHODS,
     parse,
 )
-from thinwire.plan.explain import counted
-from thinwire.sync.named import NAMED
+from thinwire.lab.text import counted
+from thinwire.sums.named import NAMED
 
 COLUMNS = ("method", "MB", "fewer", "step s", "faster", "loss", "vs ddp", "to loss", "faster")
 _BITS = "bits"
@@ -184,12 +184,12 @@ def exactness(rows: Sequence[dict[str, Any]]) -> list[str]:
     other = {row["method"] for row in compared if not row["bitwise_rank_order"]}
     same = sorted({row["method"] for row in compared} - other)
     differing = sorted(method for method in other if parse(method)[0] == LOSSLESS)
-    found = {
+    sentences = {
         "Parameters are not the same bits on all ranks": unequal,
-        "Losses and parameters are bit for bit those of rank_order": same,
-        "Losses or parameters are NOT those of rank_order": differing,
+        "Losses and parameters are bit for bit the same as of rank_order": same,
+        "Losses or parameters differ from rank_order": differing,
     }
-    return [f"{text}: {', '.join(methods)}." for text, methods in found.items() if methods]
+    return [f"{text}: {', '.join(methods)}." for text, methods in sentences.items() if methods]
 
 
 def _too_slow(others: Sequence[MethodSummary]) -> str:
@@ -198,7 +198,7 @@ def _too_slow(others: Sequence[MethodSummary]) -> str:
 
 
 def columns(rows: Sequence[dict[str, Any]]) -> tuple[str, ...]:
-    """Return the heads of the table: those of `COLUMNS`, and the bits of a value where a lossless sum was run."""
+    """Return the heads of the table: `COLUMNS`, and the bits of a value where a lossless sum was run."""
     return (*COLUMNS[:2], _BITS, *COLUMNS[2:]) if _shows_bits(rows) else COLUMNS
 
 

@@ -1,1 +1,0 @@
-"""Codes of values, which give back every bit."""

@@ -1,0 +1,115 @@
+"""Frames: messages of a stream, header and payload in one, for receivers that know the most bytes of each.
+
+A rank that fails while it makes a frame sends the reason instead. Its receivers are lost to those that wait for
+more, so all of them hang up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from thinwire.comm.channel import MAX_ERROR_BYTES, Channel
+from thinwire.comm.process_group import Stream
+from thinwire.errors import CorruptHeaderError, CorruptMessageError, LostPeerError, PeerError
+from thinwire.rows.formats import Header, Kind, Message, aligned
+
+
+def frame_bytes(num_bytes: int) -> int:
+    """Return the bytes on the wire of a frame with ``num_bytes`` of content."""
+    return Header.NUM_BYTES + aligned(num_bytes)
+
+
+def frame(header: Header, content: Tensor) -> Tensor:
+    """Return a frame, uint8 [k], with memory of its own. The header, of ``content.numel()``, gets its checksum here."""
+    made = torch.empty(frame_bytes(content.numel()), dtype=torch.uint8)
+    payload = made[Header.NUM_BYTES :]
+    payload[content.numel() :] = 0
+    payload[: content.numel()] = content
+    return _with_header(made, Message.sealed(header, payload))
+
+
+def content_of(message: Message) -> Tensor:
+    """Return what a frame contains.
+
+    Raises:
+        CorruptMessageError: its length is not that of a frame of so many bytes.
+    """
+    header = message.header
+    if aligned(header.count) != header.payload_bytes:
+        raise CorruptMessageError(f"{header.count} bytes in a frame of {header.payload_bytes}")
+    return message.payload[: header.count]
+
+
+class Frames:
+    """Sender and receiver of frames on a stream of a channel.
+
+    Kind and number identify a frame between two ranks; sender and receiver pass the same.
+    """
+
+    def __init__(self, channel: Channel, stream: Stream) -> None:
+        self._channel, self._stream = channel, stream
+        self.sent_bytes = 0
+
+    def send(self, targets: Sequence[int], kind: Kind, number: int, make: Callable[[], Tensor]) -> None:
+        """Queue one frame for some ranks; ``make`` returns its content, uint8 [k], when its turn comes, once."""
+
+        @cache
+        def message() -> Tensor:
+            try:
+                made = self._made(kind, number, make())
+            except Exception as error:
+                self._stream.fail(error)
+                reason = self._channel.seal_error(error)
+                made = _with_header(torch.empty(Header.NUM_BYTES + reason.payload.numel(), dtype=torch.uint8), reason)
+                made[Header.NUM_BYTES :] = reason.payload
+            self.sent_bytes += len(targets) * made.numel()
+            return made
+
+        for target in targets:
+            self._stream.send(target, message)
+
+    def receive(self, source: int, kind: Kind, number: int, most_bytes: int) -> Callable[[], Tensor]:
+        """Post a receive of a frame of at most ``most_bytes``; return a function that waits and returns uint8 [k].
+
+        That function raises:
+            CorruptHeaderError: the frame was altered, or is another one.
+            LostPeerError: a peer died, did not take part, or reports that it failed.
+        """
+        channel, limit, headers = self._channel, aligned(most_bytes), list[Header]()
+
+        def size(data: Tensor) -> int:
+            headers.append(channel.unpack(data[: Header.NUM_BYTES], source, kind, limit))
+            return Header.NUM_BYTES + headers[0].payload_bytes
+
+        receive = self._stream.receive(source, Header.NUM_BYTES + max(limit, MAX_ERROR_BYTES), size)
+
+        def wait() -> Tensor:
+            payload = receive()[Header.NUM_BYTES :]
+            (header,) = headers
+            try:
+                with channel.reading(Message(header, payload)):
+                    channel.raise_reported([Message(header, payload)])
+                    if header.held != number:
+                        raise CorruptMessageError(f"frame {header.held}, where frame {number} is expected")
+                    return content_of(Message(header, payload))
+            except CorruptMessageError as error:
+                raise CorruptHeaderError(str(error)) from error
+            except PeerError as error:
+                raise LostPeerError(str(error)) from error
+
+        return wait
+
+    def _made(self, kind: Kind, number: int, content: Tensor) -> Tensor:
+        """Return a frame; the number is in the field of the rows that a rank holds."""
+        channel = self._channel
+        header = Header(kind, channel.rank, channel.sequence, channel.digest, held=number, count=content.numel())
+        return frame(header, content)
+
+
+def _with_header(frame: Tensor, message: Message) -> Tensor:
+    frame[: Header.NUM_BYTES] = torch.frombuffer(bytearray(message.header.pack()), dtype=torch.uint8)
+    return frame

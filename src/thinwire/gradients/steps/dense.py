@@ -1,0 +1,237 @@
+"""Whether dense gradients travel losslessly coded: watched, priced and tried, on all ranks alike.
+
+A trial (`thinwire.tune.trial`) decides, with the native sum as the arm that stands. Once steps have waited for the
+network for long enough, a price says whether the other arm is worth a test: the link is measured, and a code that no
+gradients are known to reach has to pay on it. Nothing is measured where all ranks are on one host.
+
+The host does not see a GPU wait. So there the same price is asked at once, a few coded steps show what codes achieve,
+and then a price decides, of the bits and seconds that they had and of the links of both ways.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple, replace
+from typing import Any
+
+import torch
+
+from thinwire import kernels
+from thinwire.comm.channel import Subject
+from thinwire.comm.hosts import ranks_of_hosts
+from thinwire.comm.lane import Lane
+from thinwire.comm.machine import Machine
+from thinwire.compress.assign import LOSSLESS, NATIVE
+from thinwire.gradients.buckets import OTHERS
+from thinwire.gradients.lossless import ROW, LosslessSync
+from thinwire.gradients.tables import weak
+from thinwire.rows import floats
+from thinwire.sums.lossless import SumReport
+from thinwire.tune.lossless import Code, Ranks, Verdict, decide
+from thinwire.tune.playing import SETUP_SECONDS, Playing
+from thinwire.tune.trial import Arm, Trial
+
+KEPT_STEPS = 100
+"""Steps between two looks at the bits of coded messages, which say whether a bucket still pays."""
+PRICED_AFTER, PRICED_STEPS = 2, 3
+"""Steps before the price of gradients on a GPU is asked, and coded steps whose bits and seconds decide. The first coded
+step does not count, in which Triton compiles."""
+BUCKET_BYTES = 25 * 1024 * 1024
+PINNED = '; dense="{}" pins that, and so the last bits of sums'
+
+_log = logging.getLogger("thinwire")
+
+
+class DenseChoice:
+    """The choice between the native and the lossless way. All ranks call `finish_step` after every counted step.
+
+    Args:
+        lane: the lane of all ranks, which are on several hosts.
+        lossless: what takes the lossless way.
+        num_bytes: bytes of all gradients of each dtype.
+        turn: lets gradients of these dtypes go the lossless way from the next step on.
+        own_links: for gradients on a GPU, measures the links of the group that sums natively, as
+            `thinwire.comm.machine.measure_collectives` returns them, or () if that is the lane; None on the CPU.
+    """
+
+    def __init__(
+        self,
+        lane: Lane,
+        lossless: LosslessSync,
+        num_bytes: Mapping[torch.dtype, int],
+        turn: Callable[[Sequence[torch.dtype]], None],
+        own_links: Callable[[], Sequence[Machine]] | None = None,
+    ) -> None:
+        self._lane, self._lossless, self._num_bytes = lane, lossless, num_bytes
+        self._turn, self._own_links, self._steps = turn, own_links, 0
+        self._per_host = max(map(len, ranks_of_hosts(lane.exchange.hosts)))
+        self._machine: Machine | None = None
+        self._is_measured = False
+        self._dtypes: tuple[torch.dtype, ...] = ()  # whose code may pay on this link
+        self._coded = 0
+        self.trial = Trial([Arm(NATIVE), Arm(LOSSLESS)], SETUP_SECONDS)
+        self._playing = Playing(lane.agree, "sums of dense gradients", self.trial, weak(self._play))
+
+    @property
+    def is_timed(self) -> bool:
+        return self.trial.is_timed
+
+    def finish_step(self, waited: float) -> None:
+        """Decide what is due after a step; the next one may be summed another way."""
+        before = self.trial.standing
+        self._coded += bool(self._lossless.dtypes)
+        if self._own_links is not None:
+            self._finish_priced_step()
+            return
+        self._playing.finish_step(waited)
+        if self.trial.standing != before:
+            how = "losslessly" if self.trial.standing else "natively"
+            pin = PINNED.format(LOSSLESS if self.trial.standing else NATIVE)
+            self._explain(f"dense gradients are summed {how}: {self.trial.explain()}", pin)
+        if self.trial.standing and self.trial.is_settled and self._coded >= KEPT_STEPS:
+            self._look_again()
+
+    def _finish_priced_step(self) -> None:
+        self._steps += 1
+        if self._steps == PRICED_AFTER and (self.trial.standing or self._may_pay()):
+            self.trial.standing = 1
+            self._playing.turn()
+        elif self._steps == PRICED_AFTER + 1:
+            self._lossless.reports.clear()
+            self._coded = 0
+        elif self._coded >= KEPT_STEPS or self._coded == self._steps - PRICED_AFTER - 1 == PRICED_STEPS:
+            self._look_again()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the decision, which decides about bits of sums."""
+        dtypes = self._dtypes if self.trial.standing else ()  # else none, or on trial
+        names = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        native, reason = dict(self._lossless.native), self._lossless.reason
+        return {"dtypes": names, "native": native, "reason": reason, "trial": self.trial.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a decision; it is made again when it would be due. What a trial had begun begins again."""
+        self._coded = 0
+        self._dtypes = tuple(getattr(torch, name) for name in state["dtypes"])
+        self._lossless.native.update(state["native"])
+        self._lossless.reason = state["reason"]
+        if "trial" in state:
+            self.trial.load_state_dict(state["trial"])
+        elif self._dtypes:  # as saved before there were trials
+            decided = {"standing": LOSSLESS, "left": KEPT_STEPS, "reason": state["reason"]}
+            self.trial.load_state_dict({**self.trial.state_dict(), **decided})
+        self._playing.turn()
+
+    def _play(self, arm: str, stands: bool) -> None:
+        """Have the next step sum by this arm, once a price says that it is worth a test."""
+        if arm != LOSSLESS or self._dtypes or self._may_pay():
+            self._turn(self._dtypes if arm == LOSSLESS else ())
+
+    def _may_pay(self) -> bool:
+        """Return whether the best code could pay on this link, which is measured; decline the trial if not."""
+        can = self._lane.agree("who can make codes of floats", [float(floats.is_possible())])
+        if [0.0] in can:
+            self._decline(f"rank {can.index([0.0])} cannot run compiled kernels: {floats.CURE}")
+            return False
+        self._dtypes = tuple(one for one in self._num_bytes if self._verdict(self._best(one), one).is_lossless)
+        if not self._dtypes:
+            self._decline("no code could pay on this link")
+            return False
+        kernels.warm_up(wait=False)
+        self._explain("some steps are summed losslessly, to time them", PINNED.format(f'{LOSSLESS}" or "{NATIVE}'))
+        self._lossless.native.clear()
+        self._lossless.reports.clear()
+        self._coded = 0
+        return True
+
+    def _look_again(self) -> None:
+        """Leave buckets to the native way whose codes pay no more, by the bits that their messages had."""
+        reports, kept = dict(sorted(self._lossless.reports.items())), ""
+        self._lossless.reports.clear()
+        mine = [number for report in reports.values() for number in _numbers(report)]
+        columns = _totals(self._lane.agree(f"bits and seconds of {', '.join(reports)}", mine)) if mine else []
+        for index, (bucket, report) in enumerate(reports.items()):
+            code = _code(columns[12 * index :][:12], report.num_bytes / max(1, report.values))
+            verdict = self._decision(code, report.num_bytes / self._coded, was_lossless=True)
+            if not verdict.is_lossless:
+                self._lossless.native[bucket] = verdict.reason
+                self._explain(
+                    f"{bucket} is summed natively: {verdict.reason}", PINNED.format(f'{LOSSLESS}" or "{NATIVE}')
+                )
+            kept = verdict.reason if verdict.is_lossless else kept
+        self._coded = 0
+        if reports.keys() <= self._lossless.native.keys():
+            self._decline(self._lossless.reason)
+        elif self._own_links is not None:
+            self._explain(f"dense gradients are summed losslessly: {kept}", PINNED.format(LOSSLESS))
+
+    def _decline(self, reason: str) -> None:
+        """Sum natively, and learn what a code achieves before it is tried again."""
+        self._dtypes = ()
+        self._explain(f"dense gradients are summed natively: {reason}", PINNED.format(NATIVE))
+        self.trial.decline(reason)
+        self._playing.turn()
+
+    # --- numbers
+
+    def _verdict(self, code: Code, dtype: torch.dtype) -> Verdict:
+        return self._decision(code, min(BUCKET_BYTES, self._num_bytes.get(dtype, 0)))
+
+    def _decision(self, code: Code, num_bytes: float, was_lossless: bool = False) -> Verdict:
+        if not self._is_measured:
+            own = self._own_links() if self._own_links is not None else ()
+            self._machine, self._is_measured = self._lane.submit(_measured).wait(), True
+            if self._machine is not None and own:
+                message, reduced = own[0].message_seconds, own[0].reduced_byte_seconds
+                self._machine = replace(self._machine, message_seconds=message, reduced_byte_seconds=reduced)
+        if self._machine is None:
+            return Verdict(False, "the link could not be measured")
+        cores = self._per_host if self._own_links is not None else os.cpu_count() or 1  # a rank has its GPU alone
+        ranks = Ranks(self._lane.world_size, self._per_host, cores)
+        return decide(num_bytes, ranks, self._machine, code, was_lossless)
+
+    def _best(self, dtype: torch.dtype) -> Code:
+        """Return a code that no gradients are known to reach."""
+        bits, seconds = {2: 10.0, 4: 12.0, 8: 32.0}[dtype.itemsize], 3e-10 if self._own_links is None else 1e-11
+        return Code(bits, bits, seconds, seconds, seconds, seconds, 8 * dtype.itemsize)
+
+    def _explain(self, reason: str, more: str) -> None:
+        self._lossless.reason = reason
+        for name in (OTHERS, ROW):
+            if name in self._lossless.records:
+                self._lossless.records[name].reason = reason
+        if self._lane.rank == 0:
+            _log.info("%s%s", reason, more)
+
+
+def _measured(lane: Lane) -> Machine | None:
+    with lane.setting_up():
+        lane.channel(Subject("the cost of the link", "dense gradients")).open()
+        machine = lane.machine()
+    # Where a message seems slow, the probe of an all-reduce attributes to its bytes as little as a quarter of its time.
+    # With several ranks on a host the ring crosses its link once, and messages of all to all more often.
+    is_alone = len(set(lane.exchange.hosts)) == lane.world_size
+    return machine.slowed(machine.byte_seconds) if machine is not None and is_alone else machine
+
+
+def _numbers(report: SumReport) -> list[float]:
+    return [float(number) for half in (report.push, report.pull) for number in astuple(half)]
+
+
+def _totals(gathered: Sequence[Sequence[float]]) -> list[float]:
+    return [sum(column) for column in zip(*gathered, strict=True)]
+
+
+def _code(numbers: Sequence[float], value_bytes: float) -> Code:
+    """Return what a code achieves, from the `_numbers` of all ranks together."""
+    values, num_bytes, encoded, encoding, decoded, decoding = range(6)
+
+    def of(half: Sequence[float]) -> tuple[float, float, float]:
+        bits = 8.0 * half[num_bytes] / max(1.0, half[values])
+        encode, decode = half[encoding] / max(1.0, half[encoded]), half[decoding] / max(1.0, half[decoded])
+        return bits, encode / value_bytes, decode / value_bytes
+
+    (push, encode, decode), (pull, encode_sum, decode_sum) = of(numbers[:6]), of(numbers[6:12])
+    return Code(push, pull, encode, decode, encode_sum, decode_sum, round(8 * value_bytes))

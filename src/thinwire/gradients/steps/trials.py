@@ -1,0 +1,107 @@
+"""Choose in the steps of a training which scheme sums tables, or whether stock DDP does."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from thinwire.comm.lane import Lane
+from thinwire.gradients.ddp import LeftToDdp
+from thinwire.gradients.exact import GradientSync
+from thinwire.gradients.tables import LookupRows, weak
+from thinwire.tune.playing import SETUP_SECONDS, Playing
+from thinwire.tune.trial import Arm, Trial
+
+STOCK, ROWS = "stock DDP", "rows"
+SEEN_STEPS = 8
+"""Number of batches as rows, after which the schemes that may be faster than the choice are known."""
+MOST_OFFERS = 3
+"""Number of times that schemes are offered in a run; what there is to learn is learned then."""
+
+_log = logging.getLogger("thinwire")
+
+
+class RowsChoice:
+    """The choice between stock DDP and sums of rows by several schemes, see `thinwire.tune.trial`.
+
+    Args:
+        lane: the lane of all ranks.
+        gradients: sums tables.
+        plug: the plug of the model; stock is an arm where that is a `LeftToDdp`.
+        lookups: the watcher of lookups, which stock does not need.
+        names: the tables.
+        warm_up: loads the kernels; called before the first sum of rows that follows sums of stock.
+    """
+
+    def __init__(
+        self,
+        lane: Lane,
+        gradients: GradientSync,
+        plug: object,
+        lookups: LookupRows,
+        names: Sequence[str],
+        warm_up: Callable[[], object],
+    ) -> None:
+        self._lane, self._gradients, self._lookups, self._warm_up = lane, gradients, lookups, warm_up
+        self._names = list(names)
+        self._plug = plug if isinstance(plug, LeftToDdp) else None
+        arms = [Arm(STOCK), Arm(ROWS)] if self._plug is not None else [Arm(ROWS)]
+        self.trial = Trial(arms, SETUP_SECONDS if self._plug is not None else 0.0)
+        self._offers: set[tuple[str, ...]] = set()
+        self._reason = ""
+        self._is_warm = False
+        self._playing = Playing(lane.agree, "sums of tables", self.trial, weak(self._turn))
+
+    @property
+    def is_timed(self) -> bool:
+        return self.trial.is_timed
+
+    def finish_step(self, waited: float) -> None:
+        """Decide how tables are summed in the next step."""
+        self._playing.finish_step(waited)
+        if not self.trial.is_timed and self.trial.arm == ROWS and len(self._offers) < MOST_OFFERS:
+            self._offer()
+        reason = self.trial.explain()
+        if self.trial.tests and reason != self._reason and not self.trial.is_timed:
+            self._reason = reason
+            if self._lane.rank == 0:
+                _log.info("embedding tables are summed by %s", reason)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was decided, which decides about bits of sums."""
+        return self.trial.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.trial.load_state_dict(state)
+        self._playing.turn()
+
+    def _offer(self) -> None:
+        """Offer the schemes that prices in closed form cannot tell from the choice."""
+        key, priced = self._gradients.rivals(SEEN_STEPS)
+        names = (key, *(name for name, _ in priced))
+        if priced and names not in self._offers:
+            self._offers.add(names)
+            self.trial.offer([Arm(f"{ROWS} by {name} for {key}") for name, _ in priced[1:]])
+            self._playing.turn()
+
+    def _turn(self, arm: str, stands: bool) -> None:
+        gradients, is_stock = self._gradients, arm == STOCK
+        gradients.is_stock = is_stock
+        gradients.tried = None
+        if arm not in (STOCK, ROWS):
+            name, _, key = arm.removeprefix(f"{ROWS} by ").partition(" for ")
+            gradients.tried = key, name
+        if self._plug is None:
+            return
+        if is_stock:
+            if stands:
+                gradients.leave(self._names, self.trial.explain())
+            self._lookups.remove()
+            self._plug.sum_rows(False, stands)
+        else:
+            if not self._is_warm:
+                self._is_warm = True
+                self._warm_up()
+            self._lookups.install()
+            self._plug.sum_rows(True, stands)

@@ -1,0 +1,666 @@
+"""`Synchronizer`: the statistics, the state, and the end of a synchronization."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from abc import ABC, abstractmethod
+from collections import ChainMap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
+from functools import partial
+from typing import Any, ClassVar, final
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from thinwire import kernels
+from thinwire.comm.channel import Subject
+from thinwire.comm.cuda.staging import staging_for
+from thinwire.comm.lane import Lane, lane_stats
+from thinwire.comm.machine import Machine
+from thinwire.comm.process_group import Staging, reduce_scatter_bytes
+from thinwire.compress.assign import AUTO, LOSSLESS
+from thinwire.errors import ranks_told
+from thinwire.gradients.buckets import OTHERS, Buckets, Sums, as_real
+from thinwire.gradients.collective import CollectiveTables, measured
+from thinwire.gradients.compressed import CompressedSync, Statistics
+from thinwire.gradients.compression import GradScaler, Methods
+from thinwire.gradients.ddp import Alone, DdpPlug, LeftToDdp, Plug, can_move
+from thinwire.gradients.exact import GradientSync, NativeAllReduce, is_native, route_asked_for
+from thinwire.gradients.lossless import LosslessSync
+from thinwire.gradients.module import module_of, synchronized_buffers, synchronized_parameters
+from thinwire.gradients.parameters import ParameterHooks, Trained, indices_of, share_first, trained_parameters
+from thinwire.gradients.passes import Guard, Passes
+from thinwire.gradients.sharded.layout import ShardedHooks, Sharding, sharding_of
+from thinwire.gradients.steps import state as states
+from thinwire.gradients.steps.dense import DenseChoice
+from thinwire.gradients.steps.describe import configuration
+from thinwire.gradients.steps.execution import Execution
+from thinwire.gradients.steps.grouping import Following, Intent
+from thinwire.gradients.steps.state import Gathered
+from thinwire.gradients.steps.steps import Decisions, StepLoop, Trace
+from thinwire.gradients.steps.trials import RowsChoice
+from thinwire.gradients.tables import LookupRows, sparse_tables_of, table_names, weak
+from thinwire.observe.step import Clock, ParameterRecord
+from thinwire.rows import floats
+from thinwire.sums.named import DENSE, name_of
+from thinwire.sums.scheme import Scheme
+from thinwire.sums.two_level import TwoLevel
+from thinwire.tune.prices import Route
+
+_log = logging.getLogger("thinwire")
+
+
+class Attached(ABC):
+    """What runs on a model after it was attached: its statistics, its state, and its end.
+
+    A copy or a file of a model that has it as an attribute has None there: those are not attached.
+    """
+
+    keeps_ranks_alike: ClassVar[bool] = True
+    """Whether all ranks have the same parameters after each step, so that a difference is corruption."""
+    _running: ClassVar[WeakSet[nn.Module]]
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls._running = WeakSet()
+
+    @classmethod
+    def runs_on(cls, model: nn.Module) -> bool:
+        """Return whether one of this class is attached to a model, and not detached yet."""
+        return model in cls._running
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+    @abstractmethod
+    def stats(self) -> dict[str, float]:
+        """Return totals of this rank since it was attached. Slash names suit any metrics logger."""
+
+    @abstractmethod
+    def table(self) -> list[dict[str, str | int | float]]:
+        """Return one row per parameter, or group of them that travels together, with the bytes of the last step."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of this rank: plain values and tensors, for ``torch.load(..., weights_only=True)``."""
+
+    @abstractmethod
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned on this rank."""
+
+    @abstractmethod
+    def gathered(self) -> Gathered:
+        """Return the states of all ranks as one object."""
+
+    @abstractmethod
+    def watch_lane(self, watcher: Callable[[float, float], None] | None) -> None:
+        """Call ``watcher`` with the start and end (`time.perf_counter`) of each job of the lane; None ends that."""
+
+    @abstractmethod
+    def detach(self) -> None:
+        """Remove all hooks and release the lane, on all ranks. Safe to call twice."""
+
+
+@final
+class Synchronizer(Attached):
+    """A running synchronization, which `attach` returns: its statistics, its state, and its end.
+
+    It keeps its model alive, and the model does not need it: hooks hold its parts. When neither is referenced,
+    the model is freed, and its lane with it, as if `detach` had been called.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        group: dist.ProcessGroup,
+        rows: str | Scheme | TwoLevel,
+        timeout: timedelta | None,
+        methods: Methods,
+        excluded: frozenset[str],
+        intent: Intent | None = None,
+        grad_scaler: GradScaler | None = None,
+    ) -> None:
+        self._model = model
+        self._module = module_of(model)
+        named = dict(synchronized_parameters(model, excluded))
+        self._names = {id(parameter): name for name, parameter in named.items()}
+        self._gradients = GradientSync(rows)
+        self._clock = Clock()
+        self._route = route_asked_for()
+        self._intent = intent
+        self._methods = methods
+        self._sharding = sharding_of(model)
+        self._device = device = self._device_of(named)
+        self._staging = staging_for(device)
+        inner = group if self._sharding is None else self._sharding.dimension()
+        self._all_names = [*self._names.values(), *([] if self._sharding is None else self._sharding.names())]
+        self._lane = self._inner = Lane(group, timeout, self._staging)
+        others = [] if self._sharding is None else [one for one in self._sharding.others if one.replicas is None]
+        if inner != group or (self._sharding is not None and self._names) or others:  # jobs of both come in any order
+            self._inner = Lane(inner, timeout, self._staging)
+        self._meshes = {one: Lane(one.dimension(), timeout, self._staging) for one in others}
+        self._replicas = self._lanes_of_replicas(inner, timeout)
+        self._lanes = list(dict.fromkeys((self._lane, *self._meshes.values(), *self._replicas.values(), self._inner)))
+        if methods.tables is not None:
+            methods.tables.count(self._gradients.records)
+        self._passes = Passes(model, self._clock, excluded)
+        self._compressed: CompressedSync | None = None
+        self._execution: Execution | None = None
+        try:
+            if methods.has(LOSSLESS) and self._inner.world_size > 1:
+                floats.require('dense="lossless"')
+            if methods.compressed:
+                self._compressed = self._make_compressed(grad_scaler)
+            for lane in self._lanes:
+                lane.submit(partial(self._agree_on_configuration, excluded)).wait()
+            if self._sharding is not None and self._sharding.replicas is not None:
+                checksum = self._sharding.checksum()  # on the stream that wrote the shards
+                self._sharding.compare(self._lane.agree("checksums of shards", checksum))
+            if not isinstance(model, DistributedDataParallel):
+                buffers = () if self._sharding is not None else synchronized_buffers(model, excluded)
+                share_first((*named.values(), *dict(buffers).values()), group, self._lane)
+            for lane in self._lanes:
+                lane.codes_values = methods.has(LOSSLESS)
+            self._lossless = self._make_lossless(device)
+            self._native = self._make_native(group, device)
+            if self._native is not None and (self._sharding is None or self._native.is_own):
+                self._gradients.leave_to(self._native, self._staging.is_host)
+            collective = self._make_collective(inner, self._inner, self._native)
+            self._sums = Sums(self._gradients, self._native, collective, self._compressed, self._lossless)
+            self._plug = self._make_plug(self._sums)
+            guard = Guard(self._lanes)
+            self._choice, begin = self._make_choice(device, named), self._make_rows()
+            if intent is not None:
+                hooks = self._plug if isinstance(self._plug, ParameterHooks) else None
+                following = Following(intent.names, intent.groups, hooks, self._compressed)
+                self._execution = Execution(intent, self._lane, following, self._buckets.take_formed)
+        except Exception as error:
+            for lane in self._lanes:
+                if ranks_told(error) < lane.world_size and lane.world_size > 1:
+                    lane.break_off(f"{type(error).__name__}: {error}", error)
+                lane.close()
+            raise
+        if not (self._is_left_to_ddp or isinstance(self._plug, Alone)):
+            self._lane.submit(partial(_warm_up, self._staging))  # while the first forward runs
+        tables = table_names(self._module, self._names)
+        choice = begin(tables) if begin is not None and tables else None
+        adopt = None
+        if self._lookups.candidates and self._sharding is None:
+            adopt = partial(_adopt_tables, self._buckets, self._plug, self._names, begin)
+        decisions = Decisions(self._execution, self._choice, choice)
+        count, clock = len(self._all_names), self._clock
+        self._steps = StepLoop(model, count, self._lanes, clock, self._sums, self._plug, adopt, decisions)
+        self._passes.watch(self._plug, guard, self._steps.finish)
+        if self._lane.rank == 0 and self._gains_nothing():
+            _log.warning(
+                "nothing of this model is sent by thinwire: FSDP's collectives stay as they are, and no embedding table"
+                ' can travel as rows. Without loss init_process_group("thinwire") sends fewer bytes, and'
+                ' dense="lossless" of gradients; with loss compressors such as dense=thinwire.compress.bf16()'
+            )
+        for lane in self._lanes:
+            lane.doing = weak(self._passes.doing)
+        self._running.add(model)
+        hooks = (self._passes, self._lookups) if self._sharding is None else ()  # FSDP's hold the model
+        self._release = weakref.finalize(model, _release, hooks, self._lanes)
+        self._release.atexit = False  # type: ignore[misc]  # a property, which the stubs make a field
+
+    def __repr__(self) -> str:
+        of = f"<Synchronizer of {type(self._model).__name__}"
+        if not self._passes.are_watched:
+            return f"{of}, detached>"
+        lossy = "" if self._compressed is None else f" ({len(self._compressed.plans)} compressed)"
+        return (
+            f"{of}: {len(self._all_names)} parameters{lossy} by {self._gradients.scheme} on"
+            f" {self._lane.world_size} ranks, {self._steps.count} steps>"
+        )
+
+    def stats(self) -> dict[str, float]:
+        """Return totals of this rank since `attach`: bytes, seconds, steps. Slash names suit any metrics logger.
+
+        ``comm/steps`` counts synchronized backward passes, ``comm/optimizer_steps`` the steps of optimizers that took
+        their gradients: several passes belong to one where gradients are accumulated without `no_sync`, or cached.
+
+        ``comm/bytes_sent`` is the traffic of gradients; ``comm/setup_bytes`` is all other traffic: to discover hosts,
+        measure the link and agree, 2 MB at most, and states of `gathered`. ``comm/bytes_dense`` is what stock DDP would
+        have sent: an all-reduce of dense gradients, and for ``sparse=True`` tables torch's own sparse all-reduce, which
+        gathers the rows of all ranks on each. ``comm/host_waits`` counts how often sums by the model's own group made
+        the host wait for the device: twice a step. ``comm/rehearsals`` counts how often "auto" tried schemes in a few
+        steps.
+
+        ``comm/seconds`` is the time of the lane's jobs and of all-reduces, ``comm/exposed_seconds`` the part of it for
+        which the backward pass had to wait, which is all that can be measured of a model that is left to DDP. With
+        compression, ``compress/encode_seconds``, ``compress/wire_seconds`` and ``compress/decode_seconds`` are parts of
+        the former, and ``compress/bytes_sent`` is what the jobs of compressed parameters sent, including small
+        parameters in the same jobs. ``compress/tensor_missing_rate`` is the fraction of tensors of which a sparsifier
+        selected no element.
+
+        With a plan or a fusion policy ``plan/groups`` is the number of groups that gradients travel in,
+        ``plan/replans`` how often they were planned again, and ``plan/dropped`` whether the plan was dropped;
+        ``plan/predicted_seconds`` and ``plan/measured_seconds`` are seconds of a step from the end of the model's
+        forward until the last mean is known.
+
+        On a GPU ``cuda/pinned_bytes`` is the lane's pinned host memory, and ``cuda/overflow_rounds`` counts copies of
+        tensors that did not fit it.
+        """
+        rows = self._steps.decisions.rows
+        lanes = lane_stats(self._lanes)
+        waits = sum(collective.host_waits for collective in self._sums.collectives)
+        if self._methods.tables is not None:
+            lanes["comm/bytes_sent"] += self._methods.tables.bytes_sent
+            waits += self._methods.tables.host_waits
+        return {
+            **lanes,
+            "comm/steps": float(self._steps.count),
+            "comm/optimizer_steps": float(self._passes.optimizer_steps),
+            "comm/host_waits": float(waits),
+            "comm/bytes_dense": float(sum(record.total_dense_bytes for record in self._records())),
+            "comm/exposed_seconds": self._steps.exposed_seconds,
+            "comm/rehearsals": 0.0 if rows is None else float(rows.trial.tests),
+            **self._staging.stats(),
+            **(self._compressed.stats() if self._compressed is not None else {}),
+            **(self._execution.stats() if self._execution is not None else {}),
+            **(self._lossless.stats() if self._lossless is not None else {}),
+        }
+
+    def table(self) -> list[dict[str, str | int | float]]:
+        """Return one row per parameter or all-reduced group: density, scheme, formats, bytes.
+
+        ``bytes`` were sent by this rank in the last step; ``predicted_bytes`` is the cost with perfectly even
+        ownership, so the difference is imbalance. ``fused`` is the number of parameters that were synchronized
+        together with this one, itself included; they share the bytes by their rows. ``reason`` explains the last choice
+        of "auto": the bytes and seconds that it expected, and the next best. (The same line is logged, at level INFO of
+        the logger "thinwire", whenever the choice changes.)
+
+        For a compressed parameter ``scheme`` is its exchange, ``formats`` its compressor, and ``density`` the fraction
+        of its elements that this rank sent.
+        """
+        return [record.row() for record in self._records()]
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Accumulate gradients of backward passes inside locally, until the next pass outside sends their sum.
+
+        Example:
+            >>> with sync.no_sync():                 # doctest: +SKIP
+            ...     loss(model(first)).backward()
+            >>> loss(model(second)).backward()       # doctest: +SKIP
+        """
+        self._passes.is_local = True
+        return self._plug.no_sync()
+
+    @contextmanager
+    def one_sync(self) -> Iterator[None]:
+        """Add gradients of backward passes inside up locally, and send their sum once, at the end.
+
+        Stock DDP sends after each backward, so this is for loops in which the last one is not known beforehand. Numbers
+        of passes may differ between ranks. An exception leaves the gradients of this rank as they are, unsent. Backward
+        passes inside of another one, as of GradCache, are sent once without it.
+
+        Raises:
+            ValueError: an FSDP model, or a DDP model that is a static graph or joins ranks without data.
+
+        Example:
+            >>> with sync.one_sync():                # doctest: +SKIP
+            ...     for part in parts:
+            ...         loss(model(part)).backward()
+            >>> optimizer.step()                     # doctest: +SKIP
+        """
+        if not self._plug.can_hold and not isinstance(self._plug, Alone):
+            raise ValueError(
+                "FSDP sums the gradients of each pass itself: call model.set_requires_gradient_sync(False) before all"
+                " backward passes of a step but the last"
+                if self._sharding is not None
+                else "DDP with static_graph=True, and under model.join(), counts its backward passes: call"
+                " model.no_sync() around all of a step but the last"
+            )
+        with self.no_sync():
+            yield
+        if self._plug.can_hold:
+            self._passes.send()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state that decisions depend on after a restart, and the memories of compressors.
+
+        Plain Python values and tensors, which ``torch.load(..., weights_only=True)`` reads. With compression each rank
+        has a state of its own: save all of them, each in a file of its own, or all in one by `gathered`. The tensors
+        are the memories themselves, as in other state dicts of torch: copy a state (``copy.deepcopy``) that is to be
+        kept in memory.
+        """
+        steps, names = self._steps.count, self._all_names
+        state = states.saved(steps, names, self._gradients, self._compressed, self._execution, self._choice)
+        rows = self._steps.decisions.rows
+        state["rows"] = None if rows is None else rows.state_dict()
+        routes = [collective.state_dict() for collective in self._sums.collectives]  # each of other tables
+        keys = routes[0] if routes else ()
+        state["routes"] = {key: dict(ChainMap(*(one[key] for one in routes))) for key in keys} or None
+        state["order"] = self._plug.names if isinstance(self._plug, ParameterHooks) else None
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned on this rank.
+
+        Training goes on with bitwise the same steps, as far as docs/guides/lossless.md says.
+
+        Without compression another world size is fine; with it see `thinwire.compress.redistribute`.
+
+        Raises:
+            ValueError: a state of another version, of a model with other parameters, of another compressor or
+                exchange, rank or world size; nothing is changed.
+        """
+        states.check(state, self._all_names, self._compressed, self._execution)
+        states.restore(state, self._gradients, self._compressed, self._execution, self._choice)
+        if state.get("routes") is not None:
+            for collective in self._sums.collectives:
+                collective.load_state_dict(state["routes"])
+        rows = self._steps.decisions.rows
+        if rows is not None and state.get("rows") is not None:
+            rows.load_state_dict(state["rows"])
+        if isinstance(self._plug, ParameterHooks) and state.get("order") is not None:
+            self._plug.expect_order(state["order"])
+        if not getattr(self._model, "static_graph", False):  # whose first backward cannot let tables wait
+            self._buckets.expect(state["unions"])
+        self._steps.count = int(state["steps"])
+
+    def gathered(self) -> Gathered:
+        """Return `state_dict` and `load_state_dict` of all ranks at once, for frameworks where rank 0 writes one file.
+
+        Its ``state_dict()`` is called on all ranks, and returns the states of all of them on rank 0; its
+        ``load_state_dict()`` takes this rank's state out of what rank 0 wrote.
+
+        Example:
+            >>> accelerator.register_for_checkpointing(sync.gathered())              # doctest: +SKIP
+        """
+        return Gathered(self._lane, self.state_dict, self.load_state_dict)
+
+    def trace(self, steps: int | None = None) -> Trace:
+        """Record the timing of the next steps: backward of each gradient, and each job with its phases.
+
+        Under DDP only the backward of each bucket can be seen. On a GPU backward is seen as it is launched.
+
+        Args:
+            steps: number of steps to record; None to record until `Trace.stop`, or the end of a ``with`` block.
+
+        Raises:
+            ValueError: another trace is being recorded.
+
+        Example:
+            >>> with sync.trace() as trace:         # doctest: +SKIP
+            ...     train(steps=3)
+            >>> trace.save("step.json")             # doctest: +SKIP
+        """
+        self._observe()
+        return self._steps.start_trace(steps)
+
+    def watch_lane(self, watcher: Callable[[float, float], None] | None) -> None:
+        """Call ``watcher`` with the start and end (`time.perf_counter`) of each job and each all-reduce.
+
+        Those are the times when the network is busy. It is called on the thread of the lane as a job ends, and for
+        all-reduces of buckets at the end of backward. None removes the watcher.
+        """
+        self._observe()
+        for lane in self._lanes:
+            lane.watcher = watcher
+
+    def _observe(self) -> None:
+        """Let traces and watchers see each bucket from now on."""
+        if isinstance(self._plug, LeftToDdp):
+            self._plug.observe()
+
+    def detach(self) -> None:
+        """Remove all hooks and release the lane, on all ranks; a DDP model is stock again. Safe to call twice.
+
+        Between a forward and the end of its step, or of its accumulation, peers may wait for this rank: they raise.
+        Inside of backward, which all ranks then do alike, what waits is still sent, and stock DDP does the rest.
+        """
+        if not self._passes.are_watched:
+            return
+        self._passes.send_held()
+        for lane in self._lanes:
+            if self._passes.is_midway and not self._passes.is_in_backward and lane.world_size > 1:
+                lane.break_off(f"detach() in the middle of a step of rank {lane.global_rank}")
+        self._release.detach()
+        self._plug.remove()
+        self._lookups.remove()
+        self._passes.remove()
+        if self._methods.tables is not None:
+            self._methods.tables.remove()
+        for lane in self._lanes:
+            lane.close()
+        self._running.discard(self._model)
+
+    def _gains_nothing(self) -> bool:
+        """Whether everything stays with FSDP."""
+        if self._sharding is None or self._sharding.replicas is not None or self._names or self._compressed is not None:
+            return False
+        has_rows = self._methods.tables is not None and self._methods.tables.names
+        return not has_rows and self._lossless is None and self._lane.world_size > 1
+
+    def _records(self) -> list[ParameterRecord]:
+        return list(self._gradients.records.values())
+
+    def _device_of(self, named: Mapping[str, nn.Parameter]) -> torch.device:
+        """Return where gradients are."""
+        if self._sharding is not None:
+            device: torch.device = self._sharding.units[0].group.device
+            return device
+        trained = (parameter.device for parameter in named.values() if parameter.requires_grad)
+        return next(trained, torch.device("cpu"))
+
+    def _lanes_of_replicas(self, inner: dist.ProcessGroup, timeout: timedelta | None) -> dict[dist.ProcessGroup, Lane]:
+        """Return a lane for each group over which tables in shards are averaged."""
+        groups = () if self._methods.tables is None else self._methods.tables.replicated()
+        return {one: self._inner if one == inner else Lane(one, timeout, self._staging) for one in groups}
+
+    def _make_native(self, group: dist.ProcessGroup, device: torch.device) -> NativeAllReduce | None:
+        """Return the all-reduce beside the lane, or None where jobs of the lane do it.
+
+        They do where jobs have to be timed, for gradients of a GPU that the group does not take, and on the CPU for
+        plain modules: their ranks may freeze or use different parameters, which only the lane's headers reveal.
+        """
+        group = group if self._sharding is None else self._sharding.dimension()
+        lost = self._inner.lost_to
+        if is_native(group, device):
+            return NativeAllReduce(group, self._gradients, OTHERS, "NCCL", lost, is_own=True)
+        is_ddp = isinstance(self._model, DistributedDataParallel)
+        stays = device.type != "cpu" or self._inner.world_size == 1
+        if self._is_left_to_ddp and (stays or not can_move(self._model)):
+            return NativeAllReduce(group, self._gradients, OTHERS, name_of(DENSE), lost)
+        is_alike = is_ddp or self._sharding is not None
+        if device.type != "cpu" or self._intent is not None or not is_alike:
+            return None
+        return NativeAllReduce(self._inner.native_group(), self._gradients, OTHERS, name_of(DENSE), lost)
+
+    def _make_collective(
+        self, group: dist.ProcessGroup, lane: Lane, native: NativeAllReduce | None
+    ) -> CollectiveTables | None:
+        """Return the sums of tables by the model's own group, or None where jobs of the lane sum them."""
+        if native is None or not native.is_own or lane.world_size == 1 or self._route == Route.STAGED:
+            return None
+        return CollectiveTables(group, self._gradients, lane)
+
+    def _beside(self, group: dist.ProcessGroup, lane: Lane) -> Buckets:
+        """Return a queue for gradients that FSDP does not reduce: by the group if it is of NCCL, else by the lane."""
+        native = None
+        if is_native(group, self._device):
+            native = NativeAllReduce(group, self._gradients, OTHERS, "NCCL", lane.lost_to, is_own=True)
+        sums = Sums(self._gradients, native, self._make_collective(group, lane, native))
+        self._sums.beside.append((sums, lane))
+        return Buckets(sums, self._lookups, self._names, lane, self._staging)
+
+    @property
+    def _is_left_to_ddp(self) -> bool:
+        """Whether there is nothing to gain over stock DDP."""
+        is_exact = self._compressed is None and self._intent is None and not self._methods.has(LOSSLESS)
+        if not isinstance(self._model, DistributedDataParallel) or not is_exact:
+            return False
+        return self._plays_stock or not table_names(self._module, self._names)
+
+    @property
+    def _plays_stock(self) -> bool:
+        """Whether stock DDP sums tables until a trial shows that something else is faster.
+
+        It does not where its bits would depend on a clock, where its waiting cannot be seen, as on a GPU, where its
+        buckets cannot go through a group that hangs up, where torch has no sum of sparse values of sixteen bits, and
+        where the environment says how tables travel.
+        """
+        is_free = self._gradients.scheme == AUTO and not self._gradients.in_rank_order and self._route == AUTO
+        can_sum = all(weight.dtype.itemsize >= 4 for weight in sparse_tables_of(self._module))
+        return is_free and can_sum and self._staging.is_host and self._lane.world_size > 1 and can_move(self._model)
+
+    def _make_plug(self, sums: Sums) -> Plug:
+        is_ddp = isinstance(self._model, DistributedDataParallel)
+        planned = () if self._intent is None else self._intent.names
+        dense = {*planned, *(() if self._compressed is None else self._compressed.plans)}
+        rows = {key for key, name in self._names.items() if name not in dense}
+        others = {id(parameter) for parameter in self._module.parameters()} - rows
+        is_alone = self._lane.world_size == 1 and self._compressed is None and self._intent is None
+        watched = nn.Module() if is_alone else self._module
+        self._lookups = LookupRows(watched, others, is_called=not is_ddp, waits=self._is_left_to_ddp)
+        self._buckets = buckets = Buckets(sums, self._lookups, self._names, self._inner, self._staging, self._clock)
+        if is_alone:
+            return Alone(self._model)
+        begin = weak(self._passes.begin)
+        try:
+            if isinstance(self._model, DistributedDataParallel):
+                if not self._is_left_to_ddp:
+                    return DdpPlug(self._model, buckets, begin)
+                assert self._native is not None
+                hooked = partial(DdpPlug, buckets=buckets, begin=begin)
+                return LeftToDdp(self._model, self._native, self._lane, weak(self._passes.begin), hooked)
+            trained = trained_parameters(self._module, self._lookups, self._names)
+            names = None if self._intent is None else self._intent.groups
+            groups = None if names is None else indices_of(trained, names)
+            is_nested = weak(self._passes.is_nested)
+            if self._sharding is not None:
+                ignored = self._beside(self._sharding.group(), self._lane)
+                rest = trained, ignored, self._lookups, self._lane, begin, self._clock, None, is_nested
+                count = (lambda num_bytes: None) if self._native is None else self._native.count
+                tables = []
+                for one, lane in self._replicas.items():
+                    assert self._methods.tables is not None, "replicas are of tables"
+                    of_group = [Trained(*pair, is_table=True) for pair in self._methods.tables.replicated()[one]]
+                    tables.append((of_group, buckets if lane is self._inner else self._beside(one, lane), lane))
+                return ShardedHooks(self._sharding, self._queues(buckets), count, tables, *rest)
+            return ParameterHooks(trained, buckets, self._lookups, self._lane, begin, self._clock, groups, is_nested)
+        except Exception:
+            self._lookups.remove()
+            raise
+
+    def _queues(self, buckets: Buckets) -> dict[Sharding, Buckets]:
+        """Return the queues of shards: of the largest mesh, and of others whose ranks gain by one."""
+        assert self._sharding is not None
+        queues = {self._sharding: buckets}
+        sums = Sums(self._gradients, lossless=self._lossless)
+        for one, lane in self._meshes.items():
+            if self._lossless is not None and not (self._lossless.scatters and len(set(lane.exchange.hosts)) == 1):
+                queues[one] = Buckets(sums, self._lookups, self._names, lane, self._staging, self._clock)
+        return queues
+
+    def _make_compressed(self, scaler: GradScaler | None) -> CompressedSync:
+        records, size, stock = self._gradients.records, self._inner.world_size, None
+        if self._sharding is not None and self._sharding.replicas is None:
+            device = torch.device(self._sharding.mesh.device_type)
+            stock = partial(reduce_scatter_bytes, world_size=size, device=device)
+        counts = Statistics(records, size, stock)
+        return CompressedSync(self._methods.compressed, self._inner, records, scaler, statistics=counts)
+
+    def _make_lossless(self, device: torch.device) -> LosslessSync | None:
+        """Return the coded sums of dense gradients, or None where there are none."""
+        lossless = LosslessSync(self._gradients.records, exact=self._methods.exact, working=self._staging.working)
+        is_coded = lossless.is_asked_for and self._inner.world_size > 1
+        lossless.scatters = lossless.alike == AUTO and self._scatters()
+        return lossless if is_coded or lossless.scatters or self._may_code(device) else None
+
+    def _scatters(self) -> bool:
+        """Return whether "auto" sends gradients straight to owners for FSDP: Gloo would send twice the bytes."""
+        if self._sharding is None or self._sharding.replicas is not None or self._gradients.in_rank_order:
+            return False
+        has_hosts = len(set(self._inner.exchange.hosts)) > 1 and self._sharding.mesh.device_type == "cpu"
+        return has_hosts and dist.get_backend(self._sharding.dimension()) == dist.Backend.GLOO
+
+    def _may_code(self, device: torch.device) -> bool:
+        """Return whether "auto" may code a gradient. It times no steps of FSDP both ways."""
+        has_hosts = len(set(self._lane.exchange.hosts)) > 1 and self._sharding is None
+        if not self._methods.has(AUTO) or not has_hosts:
+            return False
+        if self._gradients.in_rank_order and self._lane.rank == 0:
+            _log.info('dense="auto" is "native" under deterministic algorithms; "lossless" repeats its bits, too')
+        return not self._gradients.in_rank_order
+
+    def _make_rows(self) -> Callable[[Sequence[str]], RowsChoice] | None:
+        """Return what makes the trial of the schemes of tables of given names, or None where nothing is tried."""
+        is_timed = self._gradients.scheme == AUTO and not self._gradients.in_rank_order and self._intent is None
+        if not is_timed or self._lane.world_size == 1 or self._sums.collectives:
+            return None
+        warm_up = partial(self._lane.submit, partial(_warm_up, self._staging))
+        return partial(RowsChoice, self._lane, self._gradients, self._plug, self._lookups, warm_up=warm_up)
+
+    def _make_choice(self, device: torch.device, named: Mapping[str, nn.Parameter]) -> DenseChoice | None:
+        """Return what decides about coded sums, or None where "auto" has nothing to decide."""
+        lossless = self._lossless
+        if lossless is None or not self._may_code(device):
+            return None
+        num_bytes: dict[torch.dtype, int] = {}
+        for name, parameter in named.items():
+            if parameter.requires_grad and lossless.how(name) == AUTO:
+                dtype = as_real(torch.empty(0, dtype=parameter.dtype)).dtype
+                num_bytes[dtype] = num_bytes.get(dtype, 0) + parameter.nbytes
+        plug, lane = self._plug, self._lane  # and not this object, which holds the model
+
+        def turn(dtypes: Sequence[torch.dtype]) -> None:
+            assert lossless is not None
+            lossless.turn(dtypes)
+            lane.codes_values = bool(dtypes) or lossless.is_asked_for
+            if dtypes and isinstance(plug, LeftToDdp):
+                plug.observe()
+
+        links: Callable[[], Sequence[Machine]] = tuple
+        if self._native is not None and self._native.is_own:
+            links = partial(measured, self._native.process_group, lane, device)
+        return DenseChoice(lane, lossless, num_bytes, turn, None if self._staging.is_host else links)
+
+    def _agree_on_configuration(self, excluded: frozenset[str], lane: Lane) -> Tensor:
+        compressed = self._compressed if lane is self._inner else None  # shards of other ranks differ
+        text = configuration(self._gradients.scheme, self._model, excluded, compressed, self._intent)
+        text += f"\nTHINWIRE_ROUTE={self._route}\n{self._methods.describe()}"
+        text += f"\ntorch.use_deterministic_algorithms({self._gradients.in_rank_order})"
+        text += "" if self._sharding is None else f"\n{self._sharding.describe()}"
+        with lane.setting_up():
+            lane.channel(Subject("attach", text)).open()
+        return torch.empty(0)
+
+
+def _warm_up(staging: Staging, lane: Lane) -> None:
+    with staging.selected():  # threads begin on device 0, and kernels are compiled for the current one
+        kernels.warm_up(wait=False)
+
+
+def _adopt_tables(
+    buckets: Buckets,
+    plug: Plug,
+    names: Mapping[int, str],
+    begin: Callable[[Sequence[str]], RowsChoice] | None,
+    rows: RowsChoice | None,
+) -> RowsChoice | None:
+    """Adopt the tables that the first step has shown; return the choice of their schemes, given that of the others."""
+    tables = buckets.adopt()
+    plug.adopt(tables)
+    if tables and rows is None:
+        if begin is not None:
+            return begin([names[id(table)] for table in tables])
+        if isinstance(plug, LeftToDdp):
+            plug.sum_rows(True, True)
+    return rows
+
+
+def _release(hooks: Sequence[Passes | LookupRows], lanes: Sequence[Lane]) -> None:
+    """Detach a model that is gone: like `Synchronizer.detach`, but without waiting, and not on all ranks at once."""
+    for hook in hooks:
+        hook.remove()
+    for lane in lanes:
+        lane.abandon()

@@ -1,0 +1,200 @@
+"""Names of torch that are not public, and that `thinwire.gradients` needs: each is read here and nowhere else.
+
+One test each, in ``tests/gradients/test_torch_internals.py``, says that this torch has the name, and that it is what is
+said here. ``thinwire.comm.c10d`` has the names of process groups. Names in torch's manual of sparse tensors
+(``_indices``) are not among them. What every gradient needs is another name of torch's own function, without a call
+around it.
+
+| names | of | known in torch |
+|---|---|---|
+| ``torch._C._current_graph_task_id``, ``Variable._execution_engine.queue_callback`` | autograd's engine | 2.13 |
+| ``_engine_run_backward``, a function of ``torch.autograd.graph`` | the same | 2.13 |
+| ``Node._raw_saved_indices``, ``_saved_indices`` | the node of a lookup | 2.13 |
+| ``_version``, ``_backward_hooks``, ``_post_accumulate_grad_hooks`` | tensors | 2.13 |
+| ``_comm_hooks``, ``_join_config``, ``_divide_by_initial_world_size``, ``_get_active_ddp_module`` | DDP | 2.13 |
+| ``_delay_all_reduce_params``, ``_build_params_for_reducer``, ``_build_debug_param_to_name_mapping`` | DDP | 2.13 |
+| ``_ddp_init_helper``, ``require_backward_grad_sync``, ``require_forward_param_sync`` | DDP | 2.13 |
+| ``Reducer._update_process_group`` | DDP; done without where it is missing | 2.13 |
+| ``_get_fsdp_state``, and ``_fsdp_param_groups``, before 2.12 ``_fsdp_param_group`` | FSDP2 | 2.13 |
+| ``comm_ctx``, ``lazy_init``, ``_reset_sharded_params`` and ``_module_to_pre_*`` of a group | FSDP2 | 2.13 |
+| ``_is_root`` and ``_auto_reshard_after_forward`` of a state | FSDP2 | 2.13 |
+| ``_to_sharded``, ``_reduce_scatter_comm``, ``_unsharded_param``, ``_all_reduce_hook`` | FSDP2 | 2.13 |
+| ``mesh_info`` and ``post_forward_mesh_info`` of a group, and their class ``FSDPMeshInfo`` | FSDP2 | 2.13 |
+| ``DeviceMesh._flatten`` | meshes | 2.13 |
+
+Other versions that the package allows are not run by the tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from operator import attrgetter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+
+ENGINE_FRAME = "_engine_run_backward"
+"""Name of the function of torch that calls autograd's engine."""
+
+
+JOIN_CONFIG = "_join_config"
+"""Attribute of a DDP model whose ``enable`` says that ranks may run out of data before others."""
+graph_task = torch._C._current_graph_task_id
+"""Return the number of the backward pass that runs on this thread, or -1 outside of any."""
+at_end_of_backward = Variable._execution_engine.queue_callback
+"""Call a function at the end of the running backward pass; RuntimeError if none runs. An exception drops it."""
+version: Callable[[Tensor], int] = attrgetter("_version")
+"""Return how often a tensor was written to in place."""
+hooks_before: Callable[[Tensor], Mapping[int, object] | None] = attrgetter("_backward_hooks")
+"""Return the hooks that see a gradient before it is accumulated, by the number of their handle."""
+hooks_after: Callable[[Tensor], Mapping[int, object] | None] = attrgetter("_post_accumulate_grad_hooks")
+"""Return the hooks that run after a gradient was accumulated, by the number of their handle."""
+
+
+def saved_indices(lookup: Any) -> Tensor | None:
+    """Return the ids that the node of a lookup has saved; None if reading them would run a checkpoint again."""
+    saved = lookup._raw_saved_indices
+    return lookup._saved_indices if getattr(saved, "unpack_hook", saved) is None else None
+
+
+def comm_hooks(ddp: DistributedDataParallel) -> Sequence[object]:
+    """Return the communication hooks that were registered."""
+    return ddp._comm_hooks
+
+
+def divides_by_initial_world_size(ddp: DistributedDataParallel) -> bool:
+    """Return whether ``join`` divides by all ranks, and not by those that have data left."""
+    return bool(ddp._divide_by_initial_world_size)
+
+
+def active_ddp() -> DistributedDataParallel | None:
+    """Return the DDP model whose forward runs."""
+    return DistributedDataParallel._get_active_ddp_module()  # type: ignore[return-value]
+
+
+def delays_all_reduces(ddp: DistributedDataParallel) -> bool:
+    """Return whether some parameters are all-reduced by a hook of DDP's own after its last bucket."""
+    return bool(getattr(ddp, "_delay_all_reduce_params", None))
+
+
+def renew_reducer(ddp: DistributedDataParallel) -> None:
+    """Give a DDP model a reducer that has never had a communication hook, as DDP does when it is read from a file."""
+    ddp._comm_hooks.clear()
+    parameters, expect_sparse = ddp._build_params_for_reducer()
+    names = ddp._build_debug_param_to_name_mapping(parameters)
+    ddp._ddp_init_helper(parameters, expect_sparse, names, ddp.static_graph)
+
+
+def can_update_process_group(ddp: DistributedDataParallel) -> bool:
+    """Return whether this torch has `update_process_group`."""
+    return hasattr(ddp.reducer, "_update_process_group")
+
+
+def update_process_group(ddp: DistributedDataParallel, group: dist.ProcessGroup) -> None:
+    """Let a DDP model all-reduce its buckets in another group of the same ranks."""
+    ddp.reducer._update_process_group(group)
+
+
+def fsdp_state(module: nn.Module) -> Any:
+    """Return FSDP's state of a module that `fully_shard` was called on."""
+    return module._get_fsdp_state()  # type: ignore[operator]
+
+
+def parameter_groups(module: nn.Module) -> list[Any]:
+    """Return FSDP's parameter groups of a module that `fully_shard` was called on."""
+    state = fsdp_state(module)
+    groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.12 has several of a module
+    own = (state._fsdp_param_group,) if groups is None else groups
+    return [group for group in own if group is not None]
+
+
+def parameter_groups_of(state: Any) -> list[Any]:
+    """Return the list of groups in FSDP's state, which a caller may change; an empty one before torch 2.12."""
+    return getattr(state, "_fsdp_param_groups", [])
+
+
+def ranks_of(info: Any, kind: str) -> dist.ProcessGroup | None:
+    """Return the group of a layout's ranks that ``shard`` a parameter or ``replicate`` it, None for one rank."""
+    group: dist.ProcessGroup | None = getattr(info, f"{kind}_process_group", None)
+    return group if group is not None and group.size() > 1 else None
+
+
+def begin_again(group: Any, other: Any) -> None:
+    """Let FSDP take up the parameters of a group that it did not know for a while, as it has those of another one."""
+    if hasattr(other.comm_ctx, "device_handle"):  # it was used
+        group.comm_ctx = other.comm_ctx
+        group._reset_sharded_params = False
+        for hooks in (
+            group._module_to_pre_save_state_dict_hook_handle,
+            group._module_to_pre_load_state_dict_hook_handle,
+        ):
+            for handle in hooks.values():  # lazy_init registers none beside others
+                handle.remove()
+            hooks.clear()
+        group.lazy_init()
+
+
+def gathers_again(state: Any, group: Any) -> bool:
+    """Return whether FSDP gathers a group's parameters in backward too: not those of the root, if nobody says so."""
+    is_kept = state._is_root and state._auto_reshard_after_forward
+    return group.post_forward_mesh_info is not None and not is_kept
+
+
+def local_shard(parameter: Any) -> Tensor:
+    """Return this rank's part of a DTensor, through which its gradient flows back."""
+    return parameter.to_local()
+
+
+def to_sharded(group: Any) -> None:
+    """Let FSDP give up the whole parameters of a group that an evaluation or a failed pass has left."""
+    group._to_sharded()
+
+
+def unsharded_parameter(source: Any) -> nn.Parameter | None:
+    """Return the whole parameter of FSDP's record, or None before it was gathered first."""
+    return getattr(source, "_unsharded_param", None)
+
+
+def all_reduce_hook(group: Any) -> object:
+    """Return the hook that FSDP calls after its all-reduce, or None."""
+    return getattr(group, "_all_reduce_hook", None)
+
+
+def reduce_scatter_of(group: Any) -> Any:
+    """Return what reduces the gradients of a group of FSDP's."""
+    return group._reduce_scatter_comm
+
+
+def set_reduce_scatter(group: Any, comm: Any) -> None:
+    """Let another object reduce the gradients of a group of FSDP's."""
+    group._reduce_scatter_comm = comm
+
+
+def flattened(mesh: DeviceMesh) -> DeviceMesh:
+    """Return a mesh of one dimension with all ranks of a mesh. The first call is collective."""
+    return mesh if mesh.ndim == 1 else mesh._flatten()
+
+
+def without_replicas(group: Any) -> Callable[[], None]:
+    """Keep FSDP from all-reducing a group's gradients over replicas; return what undoes that."""
+    stock = {name: getattr(group, name) for name in ("mesh_info", "post_forward_mesh_info")}
+    info = copy(group.mesh_info)
+    info.__class__ = next((one for one in type(info).__mro__ if one.__name__ == "FSDPMeshInfo"), type(info))
+    vars(group).update({name: info for name, other in stock.items() if other == stock["mesh_info"]})
+    return lambda: vars(group).update(stock)
+
+
+def without_synchronization(ddp: DistributedDataParallel) -> Callable[[], None]:
+    """Keep DDP from averaging gradients and from broadcasting buffers, as in ``no_sync``; return what undoes that."""
+
+    def synchronize(value: bool = True) -> None:
+        ddp.require_backward_grad_sync = ddp.require_forward_param_sync = value
+
+    synchronize(False)
+    return synchronize

@@ -1,0 +1,189 @@
+"""What all commands share: groups that import a command when it is called, names of options, a script's arguments."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from importlib import import_module
+from pathlib import Path
+from typing import Any, ClassVar
+
+import typer
+from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
+
+OPTIONS: dict[str, tuple[str, str | None]] = {
+    "--ranks": ("Processes of a script, all on this machine", "N"),
+    "--hosts": ("Emulated hosts", "N"),
+    "--ranks-per-host": ("Ranks that share the link of a host", "N"),
+    "--link": ("Speed of each host's link, such as 100mbit or 1gbit", "RATE"),
+    "--job": ("What to train", "JOB"),
+    "--methods": ("Methods to compare, comma-separated", "NAMES"),
+    "--compress": (
+        "Compressors to consider, comma-separated; none for exact ways only, auto for those that suit the optimizer",
+        "NAMES",
+    ),
+    "--dense": ("How gradients that are not compressed are summed: auto, native or lossless", "HOW"),
+    "--dtype": ("Dtype of values", "DTYPE"),
+    "--scale": ("Size as a share of the published one", "FACTOR"),
+    "--steps": ("Training steps", "N"),
+    "--repeat": ("Turns; in each turn, every method is measured once", "N"),
+    "--seed": ("Seed of all random numbers", "N"),
+    "--fresh": ("Measure link and compressors again, and forget what is cached", None),
+    "--from": ("Read a file that thinwire plan --measurement wrote, instead of measuring", "FILE"),
+    "--output": ("Write the plan here, for thinwire.attach(model, dense=plan)", "FILE"),
+    "--report": ("Write an HTML page with plots and all figures here", "FILE"),
+    "--picture": ("Draw the plot here: .png, .svg or .pdf", "FILE"),
+    "--compare": ("Compare the median seconds with an earlier --json", "FILE"),
+    "--json": ("Write the figures as JSON here; - for standard output", "FILE"),
+    "--quiet": ("Print no progress, only the result", None),
+}
+"""The options that several commands have: how the help begins, and what it calls the value."""
+NARROW = 60
+"""Columns of a window below which help has no boxes."""
+FORMER: dict[str, tuple[str, ...]] = {
+    "--workers": ("--ranks", "--hosts"),
+    "--html": ("--report",),
+    "--model": ("--example",),
+}
+"""Old names of options, which stay accepted, and the new ones; a command has at most one of these."""
+
+
+def option(name: str, default: Any = None, more: str = "", **limits: Any) -> Any:
+    """Declare an option of `OPTIONS`; ``more`` goes on with its help, ``limits`` are typer's."""
+    text, metavar = OPTIONS[name]
+    names = (name, "-q") if name == "--quiet" else (name,)
+    shown = default is not None and metavar is not None
+    return typer.Option(default, *names, metavar=metavar, help=f"{text}{more}.", show_default=shown, **limits)
+
+
+class _NarrowHelp:
+    """Help without boxes where the window is too narrow for their columns, which would cut the names of options."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        if shutil.get_terminal_size().columns < NARROW:
+            self.rich_markup_mode = None
+        super().format_help(ctx, formatter)  # pyrefly: ignore
+
+
+class CommandGroup(_NarrowHelp, TyperGroup):
+    """A group of commands."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _flags_without_value(super().get_params(ctx))
+
+
+def _flags_without_value(params: list[Any]) -> list[Any]:
+    """Drop the value that typer shows for a flag, ``<bool>``: it takes none."""
+    for param in params:
+        if isinstance(param, TyperOption) and param.is_flag:
+            param.metavar = ""
+    return params
+
+
+def _flowing(text: str) -> str:
+    """Join the lines of each paragraph."""
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
+
+
+class LazyGroup(CommandGroup):
+    """A group that knows the names, one-line descriptions and modules of its commands.
+
+    Subclasses list for each command its module, in which a `typer.Typer` called ``app`` is the command, and its
+    description.
+    """
+
+    lazy: ClassVar[dict[str, tuple[str, str]]] = {}
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(self.lazy)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return the entry that `--help` lists; `resolve_command` returns the command to call."""
+        if cmd_name not in self.lazy:
+            return None
+        return TyperCommand(cmd_name, help=self.lazy[cmd_name][1])
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, command, rest = super().resolve_command(ctx, args)
+        return name, command if name is None else load(self.lazy[name][0], name), rest
+
+
+def load(module: str, name: str) -> Any:
+    """Import the command of a module and name it ``name``."""
+    command: Any = typer.main.get_command(import_module(module).app)
+    command.name = name
+    return command
+
+
+class Command(_NarrowHelp, TyperCommand):
+    """A command that also accepts the former names of its options."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.help = _flowing(self.help or "")  # typer keeps the line breaks after the first paragraph
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _flags_without_value(super().get_params(ctx))
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """Show arguments as their metavar has them, without brackets around brackets."""
+        names = [str(param.metavar) for param in self.params if isinstance(param, TyperArgument) and param.metavar]
+        return [self.options_metavar or "", *names] if names else super().collect_usage_pieces(ctx)
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        end = args.index("--") if "--" in args else len(args)
+        return super().parse_args(ctx, [self._current(text) for text in args[:end]] + args[end:])
+
+    def _current(self, text: str) -> str:
+        """The name in use today, if ``text`` is an option of a former name, else ``text``."""
+        name, equals, value = text.partition("=")
+        own = {option for param in self.params for option in param.opts}
+        news = [new for new in FORMER.get(name, ()) if new in own and name not in own]
+        return f"{news[0]}{equals}{value}" if news else text
+
+
+class ScriptCommand(Command):
+    """A command with a script and its arguments, as torchrun has.
+
+    Arguments behind ``SCRIPT.py`` go to the script, except options that are in this command's help and nowhere in the
+    text of the script.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, self._sorted(args))
+
+    def _sorted(self, args: list[str]) -> list[str]:
+        """Our options first, then ``--``, the script, and its own arguments."""
+        index = next((index for index, text in enumerate(args) if text == "--" or text.endswith(".py")), None)
+        if index is None or args[index] == "--":
+            return args
+        ours, theirs = args[:index], args[index + 1 :]
+        own: list[str] = []
+        while theirs:
+            text = theirs.pop(0)
+            values = self._values_of(text.partition("=")[0], args[index])
+            if values is None:
+                own.append(text)
+            else:
+                taken = 0 if "=" in text else values
+                ours += [text, *theirs[:taken]]
+                del theirs[:taken]
+        return [*ours, "--", args[index], *own]
+
+    def _values_of(self, option: str, script: str) -> int | None:
+        """Number of values of an option of this command; None if it is none, or the script has it too."""
+        if _mentions(Path(script), option):
+            return None
+        for param in self.params:
+            if isinstance(param, TyperOption) and self._current(option) in (*param.opts, *param.secondary_opts):
+                return 0 if param.is_flag else param.nargs
+        return 0 if option in ("--help", "-h") else None
+
+
+def _mentions(script: Path, option: str) -> bool:
+    """Whether the text of the script contains an option."""
+    try:
+        text = script.read_text(errors="replace")
+    except OSError:  # the command says why
+        return False
+    return re.search(rf"(?<![\w-]){re.escape(option)}\b", text) is not None

@@ -1,1 +1,0 @@
-"""Formulas of papers, next to the library's own behaviour."""

@@ -1,1 +1,0 @@
-"""Exact sums of dense gradients in fewer bytes."""

@@ -1,0 +1,74 @@
+"""Play the arms of a trial in the steps of a training: time them, gather their seconds, and turn to the next arm."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from torch.futures import Future
+
+from thinwire.kernels import dispatch
+from thinwire.tune.trial import Trial
+
+Numbers = list[list[float]] | Future[list[list[float]]]
+Agree = Callable[[str, Sequence[float]], Numbers]
+SETUP_SECONDS = 1.5
+"""Seconds that the first sum of ours costs a rank: 1.2 s of processor and 150 MB for numba and its kernels, and 0.3 s
+for the measurement of the link."""
+
+
+class Playing:
+    """Plays a trial. All ranks call `finish_step` after every counted step.
+
+    Args:
+        agree: returns the numbers of all ranks, as `Lane.agree` does, or the own ones only; of a future, as that of
+            `Lane.ask`, they are wanted after one more step of the standing arm.
+        what: what is decided, for messages of the lane.
+        turn: has the next step play the arm of this name; also whether it stands, and not only for a pair.
+    """
+
+    def __init__(self, agree: Agree, what: str, trial: Trial, turn: Callable[[str, bool], None]) -> None:
+        self.trial = trial
+        self._agree, self._what, self._turn = agree, what, turn
+        self._since: float | None = None
+        self._unready = 0
+        self._playing: tuple[str, bool] | None = None
+        self._answer: Numbers | None = None
+        self.turn()
+
+    def finish_step(self, waited: float = 0.0) -> None:
+        """Decide what the next step plays.
+
+        Args:
+            waited: seconds for which this rank waited for the network.
+        """
+        unready = dispatch.unready_calls()
+        answer, self._answer = self._answer, None
+        if answer is None and self._since is not None:
+            is_typical = not self.trial.is_timed or (unready == self._unready and not dispatch.is_compiling())
+            numbers = self.trial.note(time.perf_counter() - self._since, waited, is_typical)
+            if numbers is not None:
+                answer = self._agree(f"seconds of steps, {self._what}", numbers)
+                if not isinstance(answer, list):
+                    self._answer, answer = answer, None
+        if answer is not None:
+            self.trial.learn(answered(answer))
+        self.turn()
+        self._unready = unready
+        self._since = time.perf_counter()
+
+    def turn(self) -> None:
+        """Have the next step play the arm of the trial."""
+        playing = self.trial.arm, not self.trial.is_timed
+        if playing != self._playing:
+            self._playing = playing
+            self._turn(*playing)
+
+    def forget(self) -> None:
+        """Do not time the step that runs."""
+        self._since = None
+
+
+def answered(numbers: Numbers) -> list[list[float]]:
+    """Return numbers, once they are there."""
+    return numbers if isinstance(numbers, list) else numbers.wait()

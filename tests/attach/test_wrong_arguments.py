@@ -1,0 +1,197 @@
+"""What a newcomer gets wrong is answered with a sentence that says what to do, before anything is sent."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import thinwire
+from thinwire import compress, fuse, schemes
+from thinwire.errors import unknown
+from thinwire.plan import Group, Plan
+from thinwire.tune.prices import Route
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A process group of one rank."""
+    store = tmp_path_factory.mktemp("group") / "store"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+
+
+def plan(world_size: int = 1) -> Plan:
+    return Plan(world_size, "other", (Group(("fc.weight",), 10),), 0.1, 0.2)
+
+
+def plan_file(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+WRONG_OBJECTS: dict[str, tuple[Any, str]] = {
+    "optimizer": (torch.optim.SGD(nn.Linear(1, 1).parameters(), 0.1), "needs the model, not an object of SGD"),
+    "class": (nn.Linear, "needs the model, not the class Linear"),
+    "nothing": (None, "not an object of NoneType"),
+    "list": ([nn.Linear(1, 1)], "not an object of list"),
+    "no parameters": (nn.ReLU(), "ReLU has no parameters"),
+    "frozen": (nn.Linear(4, 4).requires_grad_(False), "no parameter of Linear requires a gradient"),
+    "lazy": (nn.LazyLinear(4), "'weight' is lazy and has no shape yet: run a batch through the model first"),
+    "meta": (nn.Linear(4, 4, device="meta"), "on the meta device and has no values yet: see Module.to_empty"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_OBJECTS)
+@pytest.mark.usefixtures("alone")
+def test_what_is_no_model(name: str) -> None:
+    given, says = WRONG_OBJECTS[name]
+    with pytest.raises(ValueError, match=says):
+        thinwire.attach(given)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_whole_script_module() -> None:
+    with pytest.raises(ValueError, match=r"ScriptModule.*wrap it in an nn.Module, or script its parts"):
+        thinwire.attach(torch.jit.script(nn.Linear(4, 4)))
+
+
+ARGUMENTS: list[tuple[dict[str, Any], str]] = [
+    ({"rows": "zeen"}, r"unknown scheme 'zeen'; legal are auto, .* Did you mean 'zen'\?$"),
+    ({"rows": "ZEN"}, r"Did you mean 'zen'\?$"),
+    ({"rows": "two_level:zan"}, r"unknown scheme 'two_level:zan'"),
+    ({"rows": compress.top_k(0.01)}, r"top_k\(0.01\) is no scheme: pass a name .*a compressor is for dense="),
+    ({"rows": 3}, "3 is no scheme: pass a name"),
+    ({"dense": "top_k"}, r"unknown dense 'top_k'; legal are .*, a compressor such as thinwire.compress.top_k\(0.01\)"),
+    ({"dense": 0.01}, "dense is 0.01: pass 'native', 'lossless', 'auto', a compressor"),
+    ({"dense": compress.top_k}, "a compressor is made by calling its constructor"),
+    ({"dense": {"fc": compress.top_k(0.01)}}, "has a name like 'fc'; .* these can: 0.weight"),
+    ({"dense": {"*": "top_k"}}, "unknown dense 'top_k'"),
+    ({"dense": {"*": plan()}}, r"for '\*' <Plan .*: pass .* policies of thinwire.fuse and plans are for all gradients"),
+    ({"dense": lambda parameter: None}, "answers for parameter '0.weight' None: pass 'native'"),
+    ({"dense": None}, "dense is None: pass 'native'"),
+    ({"dense": compress.top_k(0.01).by("allreduce")}, r"'allreduce'.*Did you mean 'all_reduce'\?$"),
+    ({"dense": compress.top_k(0.01).by("all_reduce")}, r"leave out .by\(\)"),
+    ({"dense": compress.top_k(0.01).by(3)}, "3 is no scheme"),
+    ({"dense": "cupcake"}, "unknown dense 'cupcake'"),
+    ({"dense": fuse.cupcake}, r"answers for parameter '0.weight' cupcake\("),
+    ({"dense": fuse.cupcake(fuse.layerwise())}, r"dense is layerwise\(\): pass .* are for all gradients"),
+    ({"dense": plan()}, "another model: it does not know 4 of this model's parameters, such as '0.bias'"),
+    ({"dense": plan(4)}, "for 4 ranks, and there are 1: make one"),
+    ({"dense": compress.dgc(0.01), "optimizer": torch.optim.SGD}, "pass the optimizer of the model"),
+    ({"timeout": "5"}, r"timeout is '5': pass a datetime.timedelta, such as timedelta\(seconds=5\)"),
+    ({"timeout": 5}, r"timedelta\(seconds=5\)"),
+    ({"grad_scaler": 1}, "grad_scaler is 1: pass the torch.amp.GradScaler"),
+    ({"dense": compress.top_k(0.01), "grad_scaler": True}, "grad_scaler is True: pass the torch.amp.GradScaler"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "says"), ARGUMENTS)
+@pytest.mark.usefixtures("alone")
+def test_wrong_arguments_of_attach(arguments: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        thinwire.attach(model(), **arguments)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_model_that_is_attached_already_or_inside_of_ddp() -> None:
+    module = model()
+    sync = thinwire.attach(module)
+    with pytest.raises(ValueError, match=r"attached to this model already: call detach\(\)"):
+        thinwire.attach(module)
+    sync.detach()
+    sync.detach()
+    assert sync.stats()["comm/steps"] == 0.0, "still there when detached"
+    ddp = DistributedDataParallel(module)
+    with pytest.raises(ValueError, match="attach the plain module instead"):
+        thinwire.attach(ddp, dense=fuse.cupcake())
+    inner = thinwire.attach(module)
+    with pytest.raises(thinwire.ThinwireError, match="attach the DDP model, as in `ddp = DistributedDataParallel"):
+        ddp(torch.ones(2, 64)).sum().backward()
+    inner.detach()
+
+
+@pytest.mark.slow
+def test_without_a_process_group() -> None:
+    lines = "import thinwire, torch; thinwire.attach(torch.nn.Linear(1, 1))"
+    ran = subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True, check=False)
+    last = ran.stderr.splitlines()[-1]
+    assert "call torch.distributed.init_process_group() first, and start the script with torchrun" in last
+
+
+def test_a_file_that_is_no_plan(tmp_path: Path) -> None:
+    for path, says in (
+        (tmp_path / "none.json", "cannot read the plan .*none.json: No such file"),
+        (tmp_path, "Is a directory"),
+        (plan_file(tmp_path / "text", "hello"), "is not a plan, which is a JSON file"),
+        (plan_file(tmp_path / "empty", "{}"), "not a plan that this thinwire reads"),
+        (Path(__file__).parents[2] / "docs/lstm-100mbit.json", "is a measurement of `thinwire plan --m.*, not a plan"),
+    ):
+        with pytest.raises(ValueError, match=says) as caught:
+            Plan.load(path)
+        assert "thinwire plan --measure --output plan.json" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: compress.top_k(1.5), r"in \(0, 1\], not 1.5"),
+        (lambda: compress.top_k("1%"), r"in \(0, 1\], not '1%'"),
+        (lambda: compress.error_feedback("top_k"), "'top_k' is no compressor: pass one"),
+        (lambda: compress.momentum_correction(compress.top_k), "is no compressor: pass one"),
+        (lambda: compress.leave_small("top_k"), "pass a compressor"),
+        (lambda: compress.error_feedback(compress.error_feedback(compress.top_k(0.01))), "leave error_feedback out"),
+        (lambda: compress.power_sgd(0), "rank of at least 1"),
+        (lambda: fuse.parse("cupcak"), r"Did you mean 'cupcake'\?"),
+    ],
+)
+def test_wrong_arguments_of_constructors(call: Callable[[], object], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        call()
+
+
+@pytest.mark.usefixtures("alone")
+def test_wrong_arguments_of_a_sum_and_of_a_checkpointer() -> None:
+    sparse = torch.ones(3, 3).to_sparse()
+    for arguments, says in (
+        (([1, 2],), "a tensor is needed, sparse COO or dense, not list"),
+        ((sparse, "zan"), r"Did you mean 'zen'\?"),
+        ((sparse, "zen", "avg"), "unknown op 'avg'; legal are sum and mean"),
+        ((sparse, "zen", "sum", "world"), "pass a ProcessGroup, a DeviceMesh, or None for all"),
+        ((sparse, schemes.ZEN, "sum", dist.GroupMember.NON_GROUP_MEMBER), "this rank is not in the process group"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            thinwire.sparse_all_reduce(*arguments)
+    storage = thinwire.checkpoint.Storage("run")
+    with pytest.raises(ValueError, match=r"optimizer\.inner is of class int, which has no load_state_dict"):
+        thinwire.checkpoint.Checkpointer(model(), {"inner": 7}, storage=storage)
+    with pytest.raises(ValueError, match="model is of class str"):
+        thinwire.checkpoint.Checkpointer("model", storage=storage)
+
+
+def test_python_suggests_the_nearest_public_name() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", "import thinwire; thinwire.attatch"], capture_output=True, text=True, check=False
+    )
+    assert "Did you mean: 'attach'?" in ran.stderr
+
+
+def test_the_nearest_name_is_suggested_only_if_there_is_one() -> None:
+    assert str(unknown("scheme", "Zen", ["auto", "zen"])) == (
+        "unknown scheme 'Zen'; legal are auto, zen. Did you mean 'zen'?"
+    )
+    assert str(unknown("route", "stage", Route)).endswith("Did you mean 'staged'?")
+    assert str(unknown("scheme", "x", ["zen"], " or a Scheme")) == "unknown scheme 'x'; legal are zen or a Scheme"

@@ -1,0 +1,320 @@
+"""The rendezvous of torchrun's agents, over sockets: places, standbys, lost endpoints, and the whole loop."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousTimeoutError,
+)
+
+from elastic_cluster import ElasticCluster, reference_digest, run_elastic
+from namespaces import needs_namespaces
+from thinwire.checkpoint.elastic.rendezvous import ElasticRendezvous
+from thinwire.checkpoint.holder.client import HolderClient
+from thinwire.checkpoint.holder.start import HolderOptions, ensure_holder, stop_holder
+
+pytestmark = pytest.mark.ranks
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        return int(sock.getsockname()[1])
+
+
+class Hosts:
+    """Agents of this process, each with the holder of its own host."""
+
+    def __init__(self, directory: Path, patch: pytest.MonkeyPatch, endpoints: int = 1) -> None:
+        self._directory, self._patch = directory, patch
+        self.endpoint = ",".join(f"127.0.0.1:{free_port()}" for _ in range(endpoints))
+        self.agents: dict[str, ElasticRendezvous] = {}
+        patch.setenv("THINWIRE_SECRET", "a secret of sixteen characters")
+
+    def start(self, name: str, nodes: tuple[int, int], run_id: str = "run", **more: Any) -> ElasticRendezvous:
+        if name in self.agents:  # one that goes on would start the holder again that `close` stops
+            self.die(name)
+        self._patch.setenv("THINWIRE_HOLDER", str(self._directory / f"{name}.sock"))
+        conf = {"keep_alive_interval": "0.2", "keep_alive_max_attempt": "15", "last_call_timeout": "2"}
+        conf |= {"memory_budget": "8MiB", **more}
+        params = RendezvousParameters("thinwire", self.endpoint, run_id, *nodes, local_addr="127.0.0.1", **conf)
+        self.agents[name] = ElasticRendezvous(params)
+        return self.agents[name]
+
+    def die(self, name: str) -> None:
+        """As by kill -9: no farewell."""
+        agent = self.agents.pop(name)
+        agent._end()
+        agent._boards.close()
+
+    def join(self, *names: str) -> dict[str, RendezvousInfo]:
+        """All of them at once, each in a thread; those that do not come back in time stand by."""
+        found: dict[str, Any] = {}
+
+        def run(name: str) -> None:
+            try:
+                found[name] = self.agents[name].next_rendezvous()
+            except BaseException as error:
+                found[name] = error
+
+        threads = {name: threading.Thread(target=run, args=(name,), daemon=True) for name in names}
+        for thread in threads.values():
+            thread.start()
+        self.waiting = {name: (thread, found) for name, thread in threads.items()}
+        return found
+
+    def joined(self, *names: str, seconds: float = 20.0) -> dict[str, Any]:
+        deadline = time.monotonic() + seconds
+        for name in names:
+            thread, found = self.waiting[name]
+            thread.join(max(0.0, deadline - time.monotonic()))
+            assert name in found, f"{name} still waits"
+        return {name: self.waiting[name][1][name] for name in names}
+
+    def wait_until_over(self, *names: str, seconds: float = 10.0) -> None:
+        deadline = time.monotonic() + seconds
+        while not all(self.agents[name].num_nodes_waiting() for name in names):
+            assert time.monotonic() < deadline, "the loss was not noticed"
+            time.sleep(0.02)
+
+    def close(self) -> None:
+        for name in list(self.agents):
+            self.die(name)
+        for path in self._directory.glob("*.sock"):
+            stop_holder(ensure_holder(HolderOptions(socket=str(path))))
+
+
+@pytest.fixture(autouse=True)
+def environment_stays() -> Iterator[None]:
+    """An agent names the run for its workers in the environment of its own process."""
+    with patch.dict(os.environ):
+        yield
+
+
+@pytest.fixture
+def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hosts]:
+    it = Hosts(tmp_path, monkeypatch, endpoints=2)
+    yield it
+    it.close()
+
+
+def places(infos: dict[str, Any]) -> dict[str, tuple[int, int]]:
+    return {name: (info.rank, info.world_size) for name, info in infos.items()}
+
+
+def test_a_standby_takes_the_place_of_the_endpoint_host_that_died(hosts: Hosts) -> None:
+    for name in "ab":
+        hosts.start(name, (2, 2))
+    hosts.join("a", "b")
+    infos = hosts.joined("a", "b")
+    hosts.start("c", (2, 2))
+    hosts.join("c")
+    assert sorted(places(infos).values()) == [(0, 2), (1, 2)]
+    stays = places(infos)["b"][0]
+    assert len({info.bootstrap_store_info.master_port for info in infos.values()}) == 1
+    standby = hosts.waiting
+    hosts.die("a")  # which served the rendezvous
+    hosts.wait_until_over("b")
+    hosts.join("b")
+    hosts.waiting |= standby
+    infos = hosts.joined("b", "c")
+    assert places(infos) == {"b": (stays, 2), "c": (1 - stays, 2)}
+    # and what torchrun's agents tell each other goes over the new one
+    infos["c"].store.set("key", b"value")
+    assert infos["b"].store.get("key") == b"value"
+    assert [infos[name].store.add("members", 1) for name in "bc"] == [1, 2]
+
+
+def test_an_agent_that_starts_again_on_its_host_has_its_place_and_its_holder(hosts: Hosts) -> None:
+    for name in "ab":
+        hosts.start(name, (2, 2))
+    hosts.join("a", "b")
+    before = places(hosts.joined("a", "b"))
+    pid = hosts.agents["b"]._holder_pid
+    hosts.die("b")
+    hosts.wait_until_over("a")
+    hosts.start("b", (2, 2))
+    assert hosts.agents["b"]._holder_pid == pid
+    hosts.join("b", "a")
+    assert places(hosts.joined("a", "b")) == before
+    os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + 10
+    while hosts.agents["b"]._holder_pid == pid and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert hosts.agents["b"]._holder_pid != pid
+
+
+def test_fewer_hosts_go_on_where_that_is_allowed_and_nobody_waits_for_the_dead(hosts: Hosts) -> None:
+    for name in "abc":
+        hosts.start(name, (2, 3))
+    hosts.join("a", "b", "c")
+    infos = hosts.joined("a", "b", "c")
+    gone = next(name for name in "bc" if infos[name].rank)  # not the one that serves
+    stay = [name for name in "abc" if name != gone]
+    hosts.die(gone)
+    # torchrun's agents are in the middle of dealing out ranks: they must get an answer, or give up for good
+    role = b'{"role": "default", "rank": 0, "local_world_size": 1}'
+    began = time.monotonic()
+    store = infos["a"].store
+    store.set(f"torchelastic/role_info/{infos['a'].rank}", role)
+    assert store.multi_get([f"torchelastic/role_info/{infos[gone].rank}"]) == [role]
+    assert store.get("torchelastic/assigned_ranks/0").startswith(b"[")
+    with pytest.raises(RuntimeError, match="another host"):
+        store.wait(["barrier"])
+    assert time.monotonic() - began < 10
+    hosts.wait_until_over(*stay)
+    hosts.join(*stay)
+    order = sorted(stay, key=lambda name: infos[name].rank)
+    assert places(hosts.joined(*stay)) == {name: (place, 2) for place, name in enumerate(order)}
+    hosts.agents["a"].shutdown()
+    with pytest.raises(RendezvousClosedError):
+        hosts.agents[next(name for name in stay if name != "a")].next_rendezvous()
+
+
+def test_what_is_wrong_is_said(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = hosts.start("a", (1, 1))
+    hosts.join("a")
+    hosts.joined("a")
+    with pytest.raises(RendezvousConnectionError, match=r"--rdzv-id=run --nnodes=1:1.*--rdzv-id=other"):
+        hosts.start("b", (1, 1), run_id="other").next_rendezvous()
+    impatient = hosts.start("b", (1, 1))
+    hosts.join("b")
+    time.sleep(0.3)
+    impatient.shutdown()  # as by Ctrl-C on a standby, which ends nothing but itself
+    assert not first._sync(choose=False)["closed"]
+    spare = hosts.start("c", (1, 1))
+    hosts.join("c")
+    time.sleep(0.3)
+    first.shutdown()
+    assert repr(hosts.joined("c")["c"]) == "SystemExit(0)"
+    assert spare.is_closed()
+    with pytest.raises(ValueError, match=r"--rdzv-id=NAME"):
+        hosts.start("d", (1, 1), run_id="none")
+    with pytest.raises(ValueError, match=r"keep_alive_interval=soon: expected a number"):
+        hosts.start("d", (1, 1), keep_alive_interval="soon")
+    with pytest.warns(UserWarning, match=r"2:3 excludes that"):
+        lonely = hosts.start("d", (1, 3), join_timeout="0.3", last_call_timeout="100")
+    with pytest.raises(RendezvousTimeoutError, match=r"did not start in 0.3 s"):
+        lonely.next_rendezvous()
+
+
+def test_an_agent_that_has_ended_starts_no_holder(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even if it was looking whether the holder lives as it ended: that one would stay behind."""
+    agent, looking, ended, done = hosts.start("a", (1, 1)), threading.Event(), threading.Event(), threading.Event()
+
+    def birth_of(pid: int) -> str:
+        if agent._ended.is_set():
+            return "0"
+        looking.set()
+        ended.wait(10)
+        done.set()
+        return ""
+
+    monkeypatch.setattr("thinwire.checkpoint.elastic.rendezvous.birth_of", birth_of)
+    assert looking.wait(10)
+    hosts.die("a")
+    with HolderClient.connect(os.environ["THINWIRE_HOLDER"], b"a secret of sixteen characters") as client:
+        stop_holder(client)
+    ended.set()
+    assert done.wait(10)
+    time.sleep(0.5)
+    assert not Path(os.environ["THINWIRE_HOLDER"]).exists()
+
+
+def test_a_stranger_is_not_admitted(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts.start("a", (2, 2))
+    hosts.join("a")
+    time.sleep(0.3)
+    stranger = hosts.start("b", (2, 2))
+    stranger._boards._secret = b"another secret of that length"
+    with pytest.raises(RendezvousConnectionError, match="another secret"):
+        stranger.next_rendezvous()
+
+
+def test_a_worker_that_makes_no_step_ends_the_round_and_is_killed(
+    hosts: Hosts, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is stopped, so it does not heed the signal of torchrun."""
+    hosts.start("a", (1, 1), keep_alive_interval="0.1", step_timeout="0.5")
+    hosts.join("a")
+    hosts.joined("a")
+    code = "import time; from thinwire.checkpoint.elastic.heartbeat import *; import pathlib, sys\n"
+    code += "heart = Heartbeat(pathlib.Path(sys.argv[1])); heart.beat(7); print(1, flush=True); time.sleep(600)"
+    command = [sys.executable, "-c", code, os.environ["THINWIRE_HOLDER"]]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as worker:
+        assert worker.stdout is not None
+        assert worker.stdout.readline() == b"1\n"
+        worker.send_signal(signal.SIGSTOP)
+        hosts.wait_until_over("a")
+        assert f"worker {worker.pid} has made no step for" in caplog.text
+        assert worker.wait(10) == -signal.SIGKILL
+    assert hosts.agents["a"].next_rendezvous().world_size == 1
+    assert hosts.agents["a"].num_nodes_waiting() == 0
+
+
+@pytest.mark.timeout(60)
+def test_a_worker_dies_with_its_agent() -> None:
+    worker = "import time; from thinwire.checkpoint.holder.start import *; end_with_agent();"
+    worker += " print(1, flush=True); time.sleep(600)"
+    agent = (
+        "import os, subprocess, sys; os.environ['THINWIRE_AGENT'] = str(os.getpid());"
+        f"subprocess.run([sys.executable, '-c', {worker!r}])"
+    )
+    with subprocess.Popen([sys.executable, "-c", agent], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"1\n"
+        process.kill()
+        assert process.stdout.read() == b""  # which comes when the last process that has the other end is gone
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_torchrun_replaces_a_host_of_this_machine_by_itself() -> None:
+    with ElasticCluster(hosts=2, standbys=1, steps=60, emulated=False, endpoints=1) as cluster:
+        cluster.wait_for("step", step=10)
+        before, training, since = cluster.newest_round(), cluster.training_hosts(), time.monotonic()
+        victim = training[1] if training[1] != 0 else training[0]
+        cluster.lose(victim)
+        phases = cluster.seconds_until_going_on(since, before)
+        assert phases["from_step"] > 5
+        spare = next(host for host in range(3) if host not in training)
+        assert cluster.training_hosts() == [spare if host == victim else host for host in training]
+        assert cluster.wait_until_finished() == reference_digest(2, 60)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_holder_of_a_host_whose_agent_died_sends_the_only_copy() -> None:
+    """That of the other host dies at the same time, and the standby knows nothing of the run."""
+    with ElasticCluster(hosts=2, standbys=1, steps=60, emulated=False, endpoints=1) as cluster:
+        cluster.wait_for("step", step=20)
+        before, training, since = cluster.newest_round(), cluster.training_hosts(), time.monotonic()
+        victim = training[1] if training[1] != 0 else training[0]
+        (other,) = set(training) - {victim}
+        cluster.kill_holder(other)
+        cluster.kill_agent(victim)
+        assert cluster.seconds_until_going_on(since, before)["from_step"] > 10
+        assert cluster.wait_until_finished() == reference_digest(2, 60)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@needs_namespaces
+def test_emulated_hosts_are_replaced_whatever_happens_to_them() -> None:
+    rows = run_elastic(faults=["lose the endpoint", "freeze", "hang", "lose during replacement", "workers"], seed=3)
+    assert all(row["lost_steps"] < row["step"] for row in rows), rows  # no start from nothing

@@ -1,0 +1,176 @@
+"""What a restart takes where ranks have differed: what is certified, or something else with a warning."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from thinwire.checkpoint import Checkpointer, CheckpointPolicy, Disk, Storage
+from thinwire.checkpoint.dcp import tier
+from thinwire.checkpoint.holder.client import HolderClient
+from thinwire.checkpoint.holder.start import HolderOptions, start_holder, stop_holder
+from thinwire.errors import ThinwireError
+from thinwire.lab.testbed.launch import RankContext, run_ranks
+
+pytestmark = pytest.mark.ranks
+
+SECRET = "a secret of the tests, long enough"
+
+
+@pytest.fixture
+def socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Of the holder of all ranks."""
+    monkeypatch.setenv("THINWIRE_SECRET", SECRET)
+    place = str(tmp_path / "a")
+    start_holder(HolderOptions(socket=place, memory_budget="50MB", drain_seconds=0.0))
+    yield place
+    with HolderClient.connect(place, SECRET.encode()) as client:
+        stop_holder(client)
+
+
+class Training:
+    """Two ranks that do the same, until one of them flips a bit."""
+
+    def __init__(self, socket: str, run_id: str, on_divergence: str = "warn", disk: Disk | None = None) -> None:
+        torch.manual_seed(1)
+        self.model = nn.Linear(40, 30)
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
+        policy, storage = CheckpointPolicy(on_divergence=on_divergence), Storage(run_id, 1, disk, socket)
+        self.checkpointer = Checkpointer(self.model, self.optimizer, policy=policy, storage=storage)
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            self.optimizer.zero_grad()
+            self.model(torch.ones(2, 40)).square().mean().backward()
+            self.optimizer.step()
+            self.checkpointer.step()
+            assert self.checkpointer.flush(20)
+
+    def flip(self) -> None:
+        if dist.get_rank() == 1:
+            self.model.weight.detach().view(torch.int32)[3, 3] ^= 1 << 9
+
+    def weights(self) -> list[float]:
+        return self.model.weight.detach().flatten().tolist()
+
+
+@contextlib.contextmanager
+def told() -> Iterator[list[str]]:
+    texts: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield texts
+    texts += [str(warning.message) for warning in caught if "Checkpointer" not in str(warning.message)]
+
+
+def differs(context: RankContext, socket: str) -> list[list[str]]:
+    said = []
+    first = Training(socket, "run")
+    with told() as texts, first.checkpointer:
+        first.checkpointer.restore()
+        first.train(3)
+        first.flip()
+        first.train(4)  # so nothing of before is left
+    said.append(texts)
+    for word in ("warn", "raise", "off"):
+        again = Training(socket, "run", on_divergence=word)
+        with told() as texts, again.checkpointer:
+            assert again.checkpointer.restore() == 7 or word == "off"
+            if word == "raise":
+                with pytest.raises(
+                    ThinwireError, match=r"corruption: .* ranks 0, 1 differ .* at step 3 all were the same"
+                ):
+                    again.train(3)
+            if word == "off":
+                again.train(3)
+        said.append(texts)
+    return said
+
+
+def test_ranks_that_load_what_differs_say_so_at_once_and_go_on_comparing(socket: str) -> None:
+    for rank, outcome in enumerate(run_ranks(differs, socket, world_size=2, timeout_seconds=60)):
+        alarm, restored, raised, off = outcome.value
+        assert ["silent corruption" in text for text in alarm] == [True]
+        assert (len(restored), restored, off) == (rank == 0, raised, []), "once for the job"
+        for text in restored:
+            for words in (
+                "step 7, restored from memory, is not certified", "state of ranks 0, 1 differ from each other",
+                "step 3, at which all were the same, is not available", "restore(step=...)", "on_divergence='off'",
+            ):  # fmt: skip
+                assert words in text
+
+
+def saves(context: RankContext, socket: str, directory: str) -> dict[str, Any]:
+    """What is on the disk, and what is restored of it once the memory is gone."""
+    found: dict[str, Any] = {}
+
+    def restart(name: str, **options: Any) -> Training:
+        dist.barrier()
+        training = Training(socket, name, disk=Disk(directory, every="1d"), **options)
+        with told() as texts:
+            found[name] = training.checkpointer.restore()
+        found[f"{name}, told"] = texts
+        return training
+
+    def edit(**fields: Any) -> None:
+        """As another release wrote it, or somebody else."""
+        dist.barrier()
+        if context.rank == 0:
+            path = Path(directory) / "step-00000003/thinwire.json"
+            about = {name: value for name, value in json.loads(path.read_text()).items() if name != "digest"}
+            about = {name: value for name, value in (about | fields).items() if value != "missing"}
+            digest = tier._digest_of(tier._canonical(about))
+            path.write_text(json.dumps({**about, "digest": digest}))
+
+    first = restart("first")
+    first.train(2)
+    first.checkpointer.persist_now()
+    first.train(1)
+    first.checkpointer.persist_now()
+    kept = first.weights()
+    first.flip()
+    for steps in (0, 1):  # a state that was not compared before, and one of a step
+        with told(), contextlib.suppress(ThinwireError):
+            first.train(steps)
+        try:
+            first.checkpointer.persist_now()
+        except ThinwireError as error:
+            found[f"refused {steps}"] = str(error)
+    found["errors"] = first.checkpointer.stats()["checkpoint/persistent_errors"]
+    first.checkpointer.close()
+    second = restart("second")  # another name, so of the disk alone
+    assert second.weights() == kept
+    second.flip()
+    with pytest.raises(ThinwireError, match=r"silent corruption.* at step 3 all were the same"):
+        second.checkpointer.persist_now()
+    second.checkpointer.close()
+    for name, value in (("missing", "missing"), ("forged", 1), ("text", "true")):
+        edit(certified=value)
+        restart(name).checkpointer.close()
+    restart("off", on_divergence="off").checkpointer.close()
+    edit(certified="missing", step=3)
+    found["listed"] = sorted(path.name for path in Path(directory).glob("step-*"))
+    return found
+
+
+def test_only_what_was_compared_is_on_the_disk_to_go_back_to(socket: str, tmp_path: Path) -> None:
+    directory = str(tmp_path / "disk")
+    for rank, outcome in enumerate(run_ranks(saves, socket, directory, world_size=2, timeout_seconds=60)):
+        found = outcome.value
+        for steps in (0, 1):
+            assert "ranks 0, 1 differ from each other, and at step" in found[f"refused {steps}"]
+        assert (found["errors"], found["second"], found["second, told"]) == (2.0, 3, [])
+        assert found["listed"] == ["step-00000002", "step-00000003"]
+        for name in ("missing", "forged", "text"):
+            assert found[name] == 2, "the certified one"
+            assert len(found[f"{name}, told"]) == (rank == 0)
+        assert (found["off"], found["off, told"]) == (3, [])

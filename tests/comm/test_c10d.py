@@ -1,0 +1,42 @@
+"""Every private name of torch's process groups that is needed is there in this torch, and is what it is taken for."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from thinwire.comm import c10d
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_groups_have_a_device_a_store_and_a_number() -> None:
+    world = dist.group.WORLD
+    assert world is not None
+    assert c10d.device_of(world) == torch.device("cpu")
+    c10d.store_of(world).set("mine", "here")
+    c10d.default_store().set("default", "there")
+    assert c10d.default_store().get("default") == b"there"
+    before = c10d.number_of_groups()
+    group = dist.new_group([0])
+    assert c10d.number_of_groups() == before + 1
+    dist.destroy_process_group(group)
+
+
+def test_groups_of_gloo_have_a_timeout() -> None:
+    assert c10d.default_timeout() > timedelta(0)
+
+
+def test_a_method_that_is_never_compiled_runs_as_it_is() -> None:
+    """A compiler that saw it would call its own back end."""
+
+    def halved(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor / 2
+
+    def refused(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> None:
+        raise AssertionError(f"compiled {graph.code}")
+
+    c10d.never_compiled(halved)
+    assert torch.compile(halved, backend=refused)(torch.ones(())) == 0.5

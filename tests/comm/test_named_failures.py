@@ -1,0 +1,185 @@
+"""All survivors raise one sentence about the rank that failed: killed, frozen, raised, or not there at all."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from contextlib import nullcontext, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import thinwire
+from thinwire.errors import LostPeerError
+from thinwire.lab.testbed import launch
+from thinwire.lab.testbed.launch import RankContext, run_ranks
+
+pytestmark = pytest.mark.ranks
+
+TIMEOUT = timedelta(seconds=40)
+LIMIT_SECONDS = 20.0  # for what otherwise takes the timeout, on a busy machine too
+Heard = tuple[str, str, int | None, float]
+launch.preload("torch._dynamo")
+
+
+def _model(tables: bool) -> nn.Module:
+    torch.manual_seed(0)
+    first: list[nn.Module] = [nn.Embedding(2000, 16, sparse=True)] if tables else [nn.Linear(16, 16)]
+    return nn.Sequential(*first, nn.Linear(16, 16), nn.Linear(16, 4))
+
+
+def _inputs(tables: bool) -> Tensor:
+    return torch.arange(40) if tables else torch.ones(8, 16)
+
+
+def _heard(error: BaseException, began: float) -> Heard:
+    return type(error).__name__, str(error), getattr(error, "rank", None), time.monotonic() - began
+
+
+class _OfTheUser(ValueError):
+    pass
+
+
+def _raises(parameter: Tensor) -> None:
+    raise _OfTheUser("in a hook")
+
+
+def _fails_and_trains_on(context: RankContext) -> dict[str, Heard]:
+    """Rank 1 raises in a backward and lives on, in several models one after the other, on the same ranks."""
+    heard = {}
+    for kind, place in (("ddp", "backward"), ("ddp", "no_sync"), ("tables", "no_sync"), ("plain", "detach")):
+        tables = kind == "tables"
+        module = _model(tables)
+        model = module if kind == "plain" else DistributedDataParallel(module)
+        sync = thinwire.attach(model, "zen" if tables else "auto", timeout=TIMEOUT)
+        for _ in range(2):  # DDP itself talks before its second step
+            model(_inputs(tables)).sum().backward()
+        dist.barrier()
+        began = time.monotonic()
+        if context.rank == 1 and place != "detach":
+            module[1].weight.register_post_accumulate_grad_hook(_raises)  # type: ignore[union-attr,operator,index]
+
+        def step(model: nn.Module = model, sync: Any = sync, tables: bool = tables, place: str = place) -> None:
+            for is_local in (True, False) if place == "no_sync" else (False,):
+                with sync.no_sync() if is_local else nullcontext():
+                    loss = model(_inputs(tables)).sum()
+                    if context.rank == 1 and place == "detach":
+                        sync.detach()
+                        raise _OfTheUser("in the loss")
+                    loss.backward()
+
+        with pytest.raises((_OfTheUser, LostPeerError)) as caught:
+            step()
+        heard[f"{kind}, {place}"] = _heard(caught.value, began)
+        sync.detach()
+        dist.barrier()  # the group of the model itself is as good as before
+    model = DistributedDataParallel(_model(True))
+    sync = thinwire.attach(model, "zen", timeout=TIMEOUT)  # no group of a step that was not completed is taken again
+    model(_inputs(True) + context.rank).sum().backward()
+    sync.detach()
+    return heard
+
+
+def test_a_living_rank_that_fails_is_named_by_all_others_at_once() -> None:
+    outcomes = run_ranks(_fails_and_trains_on, world_size=3, timeout_seconds=90)
+    assert {kind for kind, *_ in outcomes[1].value.values()} == {"_OfTheUser"}
+    for case in outcomes[0].value:
+        texts = set()
+        for outcome in (outcomes[0], outcomes[2]):
+            kind, text, rank, seconds = outcome.value[case]
+            assert (kind, rank) == ("LostPeerError", 1), (case, text)
+            assert seconds < LIMIT_SECONDS
+            texts.add(text)
+        assert len(texts) == 1, texts
+        (text,) = texts
+        assert re.match(r"rank 1 \(host .+\) failed in step 3, in (backward|the loss)", text), text
+        assert ("_OfTheUser: in a hook" in text) == ("detach" not in case), text
+
+
+def _ends(how: str) -> None:
+    if how == "frozen":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _dies(context: RankContext, kind: str, how: str, victim: int, directory: str) -> Heard:
+    """The victim ends in the middle of a backward, or before it attaches; the store is in the process of rank 0."""
+    store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), context.world_size, is_master=context.rank == 0)
+    limit = timedelta(seconds=4) if how == "frozen" else TIMEOUT
+    dist.init_process_group("gloo", store=store, rank=context.rank, world_size=context.world_size, timeout=limit)
+    tables = kind == "tables"
+    (Path(directory) / f"pid{context.rank}").write_text(str(os.getpid()))
+    model = DistributedDataParallel(_model(tables))
+    dist.barrier()
+    began = time.monotonic()
+    try:
+        if kind == "attach" and context.rank == victim:
+            _ends(how)
+        thinwire.attach(model, "zen" if tables else "auto", timeout=limit)
+        for step in range(3):
+            began = time.monotonic()
+            if step == 2 and context.rank == victim:
+                model.module[1].weight.register_post_accumulate_grad_hook(lambda parameter: _ends(how))
+            model(_inputs(tables)).sum().backward()
+    except RuntimeError as error:
+        heard = _heard(error, began)
+    (Path(directory) / f"done{context.rank}").touch()
+    others = context.world_size - 1
+    while len(list(Path(directory).glob("done*"))) < others:
+        time.sleep(0.02)
+    if how == "frozen":  # all of the others end the victim
+        with suppress(ProcessLookupError):
+            os.kill(int((Path(directory) / f"pid{victim}").read_text()), signal.SIGKILL)
+    return heard
+
+
+@pytest.mark.parametrize(
+    ("kind", "how", "victim"),
+    [
+        pytest.param("attach", "killed", 1, marks=pytest.mark.slow),
+        ("tables", "killed", 2),
+        pytest.param("ddp", "killed", 0, marks=pytest.mark.slow),
+        ("ddp", "frozen", 2),
+    ],
+)
+def test_a_rank_that_dies_is_named_by_all_others(kind: str, how: str, victim: int, tmp_path: Path) -> None:
+    arguments: tuple[Any, ...] = kind, how, victim, str(tmp_path)
+    outcomes = run_ranks(_dies, *arguments, world_size=4, timeout_seconds=60, check=False, init_process_group=False)
+    for outcome in outcomes:
+        if outcome.rank != victim:
+            name, text, rank, seconds = outcome.value or ("", outcome.error, None, 0.0)
+            assert (name, rank) == ("LostPeerError", victim), text
+            assert text.startswith(f"rank {victim} "), text
+            assert ("stopped answering" in text) == (how == "frozen"), text
+            assert seconds < LIMIT_SECONDS
+
+
+def _skips(context: RankContext) -> Heard:
+    """Rank 1 skips the backward of a bad batch, and comes one short at the end."""
+    model = DistributedDataParallel(_model(False))
+    thinwire.attach(model, timeout=timedelta(seconds=3))
+    began = time.monotonic()
+    try:
+        for step in range(4):
+            loss = model(_inputs(False)).sum()
+            if not (context.rank == 1 and step == 2):
+                loss.backward()
+    except RuntimeError as error:
+        return _heard(error, began)
+    return "", "", None, 0.0
+
+
+def test_a_rank_that_skips_a_backward_of_ddp_is_named() -> None:
+    outcomes = run_ranks(_skips, world_size=3, timeout_seconds=60)
+    for outcome in (outcomes[0], outcomes[2]):
+        name, text, rank, _ = outcome.value
+        assert (name, rank) == ("LostPeerError", 1), text
+        assert re.match(r"rank 1 \(host .+\) ", text), text

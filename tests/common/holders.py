@@ -1,0 +1,28 @@
+"""Holders as on several hosts, for tests of checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+from thinwire.checkpoint.holder.client import HolderClient
+from thinwire.checkpoint.holder.start import HolderOptions, start_holder, stop_holder
+
+SECRET = "a secret of the tests, long enough"
+
+
+@contextmanager
+def running_holders(directory: Path, memory_budget: str, names: str = "ab") -> Iterator[list[str]]:
+    """Run a holder for each letter under `SECRET`, and yield their sockets. Those that are gone at the end may be."""
+    sockets = [str(directory / name) for name in names]
+    with ExitStack() as stack:
+        for socket in sockets:
+            start_holder(HolderOptions(socket=socket, memory_budget=memory_budget, drain_seconds=0.0))
+            stack.callback(_stop, socket)
+        yield sockets
+
+
+def _stop(socket: str) -> None:
+    with suppress(Exception), HolderClient.connect(socket, SECRET.encode()) as client:
+        stop_holder(client)

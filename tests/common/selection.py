@@ -1,0 +1,81 @@
+"""Which items of a function with many of them run: with ``--pairs`` so many that each two values meet, with ``--rest``
+the others, the slow ones, and what hypothesis draws, of which there are more.
+
+Most of what breaks in a product of parameters breaks for one value, or for two together: 936 items of 39 schemes x
+6 sizes x 4 dtypes are 234 that have each scheme with each size, each scheme with each dtype, and each size with each
+dtype. `make test` runs those, `make test-slow` the others; without either option all run.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import combinations
+from typing import Any
+from zlib import crc32
+
+import pytest
+
+MANY = 24  # items of a function; of fewer, all run
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("selection")
+    group.addoption("--pairs", action="store_true", help="of products of parameters, items that cover all pairs")
+    group.addoption("--rest", action="store_true", help="what `-m 'not slow' --pairs` leaves out or cuts short")
+    group.addoption("--part", default="0/1", metavar="K/N", help="of the slow tests the K-th of N parts, K any number")
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` takes items away
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not (config.option.pairs or config.option.rest):
+        return
+    functions: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("slow") is None:
+            functions[item.nodeid.partition("[")[0]].append(item)
+    first = {item for function in functions.values() for item in _first(function)}
+    part, parts = map(int, config.option.part.split("/"))
+
+    def is_kept(item: pytest.Item) -> bool:
+        if config.option.pairs:
+            return item in first
+        if item.get_closest_marker("slow") is not None:
+            return crc32(item.nodeid.encode()) % parts == part % parts
+        return item not in first or hasattr(getattr(item, "obj", None), "hypothesis")
+
+    config.hook.pytest_deselected(items=[item for item in items if not is_kept(item)])
+    items[:] = [item for item in items if is_kept(item)]
+
+
+def _first(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    rows = [getattr(item, "callspec").params for item in items] if len(items) >= MANY else [{}]  # noqa: B009
+    return list(items) if len(rows[0]) < 2 else [items[number] for number in covering(rows)]
+
+
+def covering(rows: Sequence[dict[str, Any]]) -> list[int]:
+    """The numbers of rows in which any two values meet that meet in any row; the row with the most new pairs first.
+
+    >>> covering([{"a": a, "b": b, "c": c} for a in (0, 1) for b in (0, 1) for c in (0, 1)])
+    [0, 3, 5, 6]
+    """
+    pairs = [set(combinations(sorted(map(_value, row.items())), 2)) for row in rows]
+    missing = set().union(*pairs)
+    kept = []
+    while missing:
+        best = max(range(len(rows)), key=lambda number: len(pairs[number] & missing))
+        missing -= pairs[best]
+        kept.append(best)
+    return sorted(kept)
+
+
+def _value(entry: tuple[str, Any]) -> tuple[str, str]:
+    """Equal for equal values that are written as such, and for one object; the order is the same in all processes."""
+    name, value = entry
+    return name, (repr(value) if _is_plain(value) else f"object {id(value)}")
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (int, float, str, bytes)) or type(value).__module__ == "torch"

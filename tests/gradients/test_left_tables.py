@@ -1,0 +1,307 @@
+"""Tables that "auto" leaves to stock DDP, until a trial shows that rows are faster: then, and for how long."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from itertools import count
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import profiler
+from torch.nn.parallel import DistributedDataParallel
+
+import thinwire
+from clocks import SlowRange
+from thinwire.errors import told
+from thinwire.gradients import exact
+from thinwire.gradients.ddp import _dispatchers, _stock_sparse
+from thinwire.gradients.exact import NativeAllReduce
+from thinwire.gradients.steps import trials
+from thinwire.lab.testbed.launch import RankContext, run_ranks
+from thinwire.observe.step import Clock, Load
+from thinwire.tune.trial import Trial
+
+pytestmark = pytest.mark.ranks
+
+ROWS, WIDTH = 3000, 8
+LIMIT_SECONDS = 15.0  # for what otherwise takes the timeout of 60 s
+
+
+class Tables(nn.Module):
+    """Gradients are what each lookup is multiplied with, so each rank knows those of all others."""
+
+    def __init__(self, *dtypes: torch.dtype) -> None:
+        super().__init__()
+        tables = [nn.Embedding(ROWS, WIDTH, sparse=True, dtype=dtype) for dtype in dtypes]
+        self.tables = nn.ModuleList(tables)
+        self.bias = nn.Parameter(torch.zeros(5))
+
+    def forward(self, lookups: list[tuple[Tensor, Tensor]]) -> Tensor:
+        total = self.bias.sum().double()
+        for table, (ids, factors) in zip(self.tables, lookups, strict=True):
+            total = total + (table(ids) * factors.to(table.weight.dtype)).sum().double()
+        return total
+
+
+def lookup(rank: int, step: int, place: int, size: int) -> tuple[Tensor, Tensor]:
+    """Ids of which many are there twice."""
+    data = torch.Generator().manual_seed(1000 * rank + 10 * step + place)
+    ids = torch.randint(0, min(ROWS, max(1, size)), (size,), generator=data)
+    return ids, torch.randn(size, WIDTH, generator=data, dtype=torch.float64)
+
+
+def own_gradient(dtype: torch.dtype, ids: Tensor, factors: Tensor) -> Tensor:
+    return torch.sparse_coo_tensor(ids[None], factors.to(dtype), (ROWS, WIDTH)).coalesce()
+
+
+def expected_mean(world_size: int, dtype: torch.dtype, step: int, place: int, sizes: list[int]) -> Tensor:
+    """Summed in the order of ranks, and then scaled."""
+    total = torch.sparse_coo_tensor(size=(ROWS, WIDTH), dtype=dtype).to_dense()
+    for rank in range(world_size):
+        total += own_gradient(dtype, *lookup(rank, step, place, sizes[rank])).to_dense()
+    return total * (1.0 / world_size)
+
+
+def schemes(sync: thinwire.Synchronizer) -> list[str]:
+    return [str(row["scheme"]) for row in sync.table() if str(row["name"]).startswith("tables")]
+
+
+def sizes_of(step: int, world_size: int) -> list[int]:
+    """In the first step alike; then some, or all, or none of the ranks have rows."""
+    kinds = [[20] * world_size, [0, *[30] * (world_size - 1)], [7 * rank for rank in range(world_size)],
+             [0] * world_size, [40] * world_size]  # fmt: skip
+    return kinds[step % len(kinds)]
+
+
+def _sums(context: RankContext, static_graph: bool, is_observed: bool) -> None:
+    """As stock DDP sums them; a trace looks at each bucket, and changes nothing."""
+    exact.ROUTE_VARIABLE = "UNSET"
+    dtypes = (torch.float32, torch.float64)
+    model = Tables(*dtypes)
+    ddp = DistributedDataParallel(model, static_graph=static_graph)
+    sync = thinwire.attach(ddp)
+    assert not ddp._comm_hooks
+    for step in range(6):
+        if step == 2 and is_observed:
+            sync.trace()
+        sizes = sizes_of(step, context.world_size)
+        model.zero_grad()
+        ddp([lookup(context.rank, step, place, sizes[context.rank]) for place in range(2)]).backward()
+        for place, (table, dtype) in enumerate(zip(model.tables, dtypes, strict=True)):
+            found = table.weight.grad
+            expected = expected_mean(context.world_size, dtype, step, place, sizes)
+            torch.testing.assert_close(found.coalesce().to_dense(), expected)
+    assert schemes(sync) == ["native", "native"]
+    assert bool(ddp._comm_hooks) == is_observed
+    assert not model._forward_hooks or len(model._forward_hooks) == 1, "but the one that sees the end of the forward"
+    booked = sum(int(row["total_bytes"]) for row in sync.table())
+    assert booked == sync.stats()["comm/bytes_sent"] > 0
+    sync.detach()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_observed", [False, True])
+@pytest.mark.parametrize(("world_size", "static_graph"), [(2, False), (3, False), (3, True)])
+def test_stock_sums_those_of_ranks_that_hold_many_few_or_no_rows(
+    world_size: int, static_graph: bool, is_observed: bool
+) -> None:
+    run_ranks(_sums, static_graph, is_observed, world_size=world_size, timeout_seconds=60)
+
+
+def _sixteen_bits(context: RankContext) -> None:
+    exact.ROUTE_VARIABLE = "UNSET"
+    model = Tables(torch.bfloat16)
+    sync = thinwire.attach(DistributedDataParallel(model))
+    for step in range(3):
+        sync._model([lookup(context.rank, step, 0, 20)]).backward()
+    assert "native" not in schemes(sync)
+    sync.detach()
+
+
+def test_what_torch_cannot_sum_stays() -> None:
+    run_ranks(_sixteen_bits, world_size=2, timeout_seconds=60)
+
+
+class Mixed(nn.Module):
+    """A sparse table and a dense one, which is looked up by a module or by a function, and a layer on top."""
+
+    def __init__(self, by_module: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.sparse = nn.Embedding(ROWS, WIDTH, sparse=True)
+        self.dense = nn.Embedding(ROWS, WIDTH) if by_module else nn.Linear(WIDTH, ROWS, bias=False)
+        self.over = nn.Linear(2 * WIDTH, 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.over(torch.cat([self.sparse(ids), nn.functional.embedding(ids, self.dense.weight)], 1)).sum()
+
+
+def _trained(ddp: DistributedDataParallel, rank: int, step: int) -> list[Tensor]:
+    ddp.zero_grad()
+    ddp(torch.randint(ROWS, (50,), generator=torch.Generator().manual_seed(1000 * rank + step))).backward()
+    return [parameter.grad.to_dense().clone() for parameter in ddp.parameters()]
+
+
+def _plays(context: RankContext, by_module: bool, rows: float) -> tuple[list[bool], dict[str, object], str]:
+    """Whether each step had a hook; a step of rows takes so many times as long as one of stock."""
+    exact.ROUTE_VARIABLE = "UNSET"
+    note = Trial.note
+    seconds = {trials.STOCK: 1.0, trials.ROWS: rows}
+    hooked = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trial, "note", lambda trial, *_: note(trial, seconds.get(trial.arm, 9.0), 1.0))
+        # Sparse sums of two models on one group of Gloo corrupt memory now and then (torch 2.13).
+        stock, ddp = (DistributedDataParallel(Mixed(by_module), process_group=dist.new_group()) for _ in range(2))
+        sync = thinwire.attach(ddp)
+        for step in range(60):
+            hooked.append(ddp in _dispatchers and _dispatchers[ddp].target is not None)
+            for mine, theirs in zip(
+                _trained(ddp, context.rank, step), _trained(stock, context.rank, step), strict=True
+            ):
+                torch.testing.assert_close(mine, theirs)
+        (reason,) = {str(row["reason"]) for row in sync.table() if row["scheme"] == "native"} or {""}
+        state = sync.state_dict()
+        again = thinwire.attach(DistributedDataParallel(Mixed(by_module)))
+        if by_module:
+            again.load_state_dict(state)
+            assert again.state_dict()["rows"]["standing"] == state["rows"]["standing"]
+            assert bool(again._model._comm_hooks) == hooked[-1]
+        again.detach()
+        if not hooked[-1]:
+            assert ddp not in _dispatchers, "the hook is gone, and not only idle"
+            assert not ddp._comm_hooks
+        sync.detach()
+    return hooked, state["rows"], reason
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("by_module", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_trial_in_which_rows_are_slower_leaves_no_hook(by_module: bool) -> None:
+    first, *others = [one.value for one in run_ranks(_plays, by_module, 3.2, world_size=3, timeout_seconds=60)]
+    assert all(other == first for other in others)
+    hooked, state, reason = first
+    assert state["standing"] == trials.STOCK
+    assert sum(hooked) == 2
+    assert not any(hooked[:3]), "stock waited for less than rows cost before their first sum"
+    assert reason.startswith("stock DDP: a step with rows takes 3.20 times as long")
+
+
+@pytest.mark.parametrize("by_module", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_trial_in_which_rows_are_faster_keeps_them(by_module: bool) -> None:
+    first, *others = [one.value for one in run_ranks(_plays, by_module, 0.2, world_size=2, timeout_seconds=60)]
+    assert all(other == first for other in others)
+    hooked, state, _ = first
+    assert state["standing"] == trials.ROWS
+    assert all(hooked[12:])
+
+
+def _untouched(context: RankContext) -> set[str]:
+    """What a job whose network is fast never pays for."""
+    exact.ROUTE_VARIABLE = "UNSET"
+    ddp = DistributedDataParallel(Mixed(True))
+    sync = thinwire.attach(ddp)
+    hooks = (ddp.module.sparse, ddp.module.dense, ddp.module.dense.weight)
+    for step in range(20):
+        _trained(ddp, context.rank, step)
+    assert not any(getattr(one, name) for one in hooks[:2] for name in ("_forward_hooks", "_forward_pre_hooks"))
+    assert not hooks[2]._backward_hooks
+    assert sync._lane._machine is None
+    sync.detach()
+    return set()
+
+
+def test_before_stock_has_waited_nothing_is_hooked_and_nothing_is_measured() -> None:
+    run_ranks(_untouched, world_size=2, timeout_seconds=60)
+
+
+def _keeps_its_gradient(context: RankContext) -> list[bool]:
+    """Whether torch's all-reduce leaves the gradient alone that DDP handed over, which is the parameter's own."""
+    unchanged = []
+    native = NativeAllReduce(dist.group.WORLD, exact.GradientSync("auto"), "", "", thinwire.LostPeerError)  # type: ignore[arg-type]
+    for start in (
+        lambda gradient: native.start_sparse("table", gradient, Clock().submit(Load("bucket 0"))),
+        lambda gradient: _stock_sparse(dist.group.WORLD, gradient),  # type: ignore[arg-type]
+    ):
+        gradient = torch.sparse_coo_tensor(torch.tensor([[1, 1, 3]]), torch.ones(3, 2), (5, 2))
+        parts = gradient._indices(), gradient._values()
+        mean = start(gradient).wait().to_dense()
+        assert mean.tolist() == [[0.0, 0.0], [2.0, 2.0], [0.0, 0.0], [1.0, 1.0], [0.0, 0.0]]
+        now = gradient._indices(), gradient._values()
+        unchanged.append(
+            all(a.data_ptr() == b.data_ptr() and len(a) == len(b) for a, b in zip(parts, now, strict=True))
+        )
+    return unchanged
+
+
+def test_no_thread_of_torch_writes_to_a_gradient_that_the_user_has_back() -> None:
+    """A backward that fails returns at once, while the all-reduce of a bucket may end at any time afterwards."""
+    for outcome in run_ranks(_keeps_its_gradient, world_size=2, timeout_seconds=60):
+        assert outcome.value == [True, True]
+
+
+def _steps(context: RankContext, how: str) -> Iterator[thinwire.Synchronizer]:
+    """A table that goes as rows."""
+    model = Tables(torch.float32)
+    sync = thinwire.attach(DistributedDataParallel(model) if how == "DDP" else model)
+    for step in count():
+        model.zero_grad()
+        sync._model([lookup(context.rank, step, 0, 20 + step)]).backward()
+        yield sync
+
+
+TABLE = "tables.0.weight"
+RANGES = {
+    "DDP": {f"synchronize {TABLE}", "all_reduce bucket 1"},
+    "plain": {f"synchronize {TABLE}", f"synchronize {TABLE}, group 1", "synchronize group 1"},
+}
+
+
+def _profiles(context: RankContext, how: str) -> set[str]:
+    found = set()
+    steps = _steps(context, how)
+    for _ in range(3):
+        with profiler.profile() as trace:
+            next(steps)
+        found |= {event.name.removeprefix("thinwire::") for event in trace.function_events or ()}
+    return {name for name in found if name.startswith(("all_reduce ", "synchronize "))}
+
+
+@pytest.mark.parametrize("how", RANGES)
+def test_a_profile_shows_each_job_by_name_whatever_thread_runs_it(how: str) -> None:
+    """As `torch.profiler.profile()` is called by everybody, without the ranges of other threads."""
+    for outcome in run_ranks(partial(_profiles, how=how), world_size=2, timeout_seconds=60):
+        assert outcome.value == RANGES[how]
+
+
+def _late_ranges(context: RankContext, how: str) -> tuple[set[str], list[str], list[str]]:
+    """The ranges of three steps, those that had not ended with their backward, and those of one that failed."""
+    late = []
+    steps = _steps(context, how)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(profiler, "_is_profiler_enabled", True)
+        patch.setattr(profiler, "record_function", SlowRange)
+        for _ in range(3):
+            next(steps)
+            late += SlowRange.not_ended
+        seen = set(SlowRange.seen)
+        patch.setattr(exact.GradientSync, "tables", _fail)
+        with pytest.raises(ValueError, match="on all ranks"):
+            next(steps)
+        return seen, late, list(SlowRange.not_ended)
+
+
+def _fail(*arguments: object) -> None:
+    raise told(ValueError("on all ranks"), 2)
+
+
+@pytest.mark.parametrize("how", RANGES)
+def test_a_range_of_the_profiler_ends_before_its_backward(how: str) -> None:
+    """A profile may end with backward, and frees the memory into which torch writes the end of a range."""
+    for outcome in run_ranks(partial(_late_ranges, how=how), world_size=2, timeout_seconds=60):
+        seen, late, of_failure = outcome.value
+        assert seen == {f"thinwire::{name}" for name in RANGES[how]}
+        assert late == []
+        assert not [name for name in of_failure if TABLE in name], "others need not be over when backward raises"

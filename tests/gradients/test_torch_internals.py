@@ -1,0 +1,187 @@
+"""Every private name of torch that gradients need is there in this torch, and is what thinwire takes it for."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.autograd.graph
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+from thinwire.gradients import torch_internals as internals
+
+
+def test_a_backward_pass_has_a_number_and_calls_back_at_its_end() -> None:
+    seen: list[Any] = []
+
+    def hook(gradient: Tensor) -> None:
+        seen.append(internals.graph_task())
+        internals.at_end_of_backward(lambda: seen.append("end"))
+
+    weight = torch.ones(2, requires_grad=True)
+    weight.register_hook(hook)
+    weight.sum().backward()
+    assert seen[0] >= 0
+    assert seen[1:] == ["end"]
+    assert internals.graph_task() == -1
+    with pytest.raises(RuntimeError):
+        internals.at_end_of_backward(lambda: None)
+
+
+def test_the_engine_is_called_by_a_function_of_this_name() -> None:
+    frames = []
+
+    class Peek:
+        def __del__(self) -> None:
+            frame = sys._getframe().f_back
+            while frame is not None:
+                frames.append(frame.f_code.co_name)
+                frame = frame.f_back
+
+    weight = torch.ones(2, requires_grad=True)
+    weight.register_hook(lambda gradient: Peek() and None)
+    weight.sum().backward()
+    assert internals.ENGINE_FRAME in frames
+    assert hasattr(torch.autograd.graph, internals.ENGINE_FRAME)
+
+
+def test_a_lookup_has_its_ids_unless_a_checkpoint_would_run_again() -> None:
+    table, ids = nn.Embedding(5, 2), torch.tensor([3, 1])
+    node = table(ids).grad_fn
+    saved = internals.saved_indices(node)
+    assert saved is not None
+    assert torch.equal(saved, ids)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+        packed = table(ids).grad_fn
+    assert internals.saved_indices(packed) is None
+
+
+def test_tensors_count_writes_and_have_their_hooks() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    before = internals.version(weight)
+    with torch.no_grad():
+        weight.add_(1)
+    assert internals.version(weight) == before + 1
+    assert not internals.hooks_before(weight)
+    assert not internals.hooks_after(weight)
+    weight.register_hook(lambda gradient: None)
+    handle = weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    assert len(internals.hooks_before(weight) or ()) == 1
+    assert list(internals.hooks_after(weight) or ()) == [handle.id]
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_ddp_has_its_hooks_its_join_and_another_group() -> None:
+    ddp = DistributedDataParallel(nn.Linear(2, 2))
+    assert list(internals.comm_hooks(ddp)) == []
+    assert internals.active_ddp() is None
+    seen = []
+    ddp.module.register_forward_hook(lambda *unused: seen.append(internals.active_ddp()))
+    assert not getattr(ddp, internals.JOIN_CONFIG).enable
+    with ddp.join(divide_by_initial_world_size=False):
+        assert getattr(ddp, internals.JOIN_CONFIG).enable
+        assert not internals.divides_by_initial_world_size(ddp)
+        ddp(torch.ones(1, 2)).sum().backward()
+    assert seen[0] is ddp
+    assert internals.can_update_process_group(ddp)
+    internals.update_process_group(ddp, dist.new_group([0]))
+    ddp(torch.ones(1, 2)).sum().backward()
+    ddp.register_comm_hook(None, allreduce_hook)
+    assert len(internals.comm_hooks(ddp)) == 1
+    assert not internals.delays_all_reduces(ddp)
+    before = ddp.reducer
+    internals.renew_reducer(ddp)
+    assert ddp.reducer is not before
+    assert len(internals.comm_hooks(ddp)) == 0
+    ddp(torch.ones(1, 2)).sum().backward()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_fsdp_has_groups_records_and_a_reduce_scatter() -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    mesh: DeviceMesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
+    assert internals.flattened(mesh["shard"]) is not None
+    assert internals.flattened(mesh).ndim == 1
+    model = fully_shard(nn.Linear(4, 4), mesh=mesh["shard"])
+    (group,) = internals.parameter_groups(model)
+    model(torch.ones(1, 4)).sum().backward()
+    (weight, _) = group.fsdp_params
+    assert internals.unsharded_parameter(weight) is not None
+    assert internals.unsharded_parameter(SimpleNamespace()) is None
+    assert internals.all_reduce_hook(group) is None
+    internals.to_sharded(group)
+    stock = internals.reduce_scatter_of(group)
+    assert callable(stock)
+    assert callable(stock.allocate)
+    other = SimpleNamespace()
+    internals.set_reduce_scatter(group, other)
+    assert internals.reduce_scatter_of(group) is other
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_ddp_and_fsdp_leave_out_replicas() -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    ddp = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
+    undo = internals.without_synchronization(ddp)
+    assert not ddp.require_backward_grad_sync
+    assert not ddp.require_forward_param_sync
+    undo()
+    assert ddp.require_backward_grad_sync
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
+    (group,) = internals.parameter_groups(fully_shard(nn.Linear(4, 4), mesh=mesh))
+    assert internals.ranks_of(group.mesh_info, "replicate") is None, "it is one rank"
+    assert internals.ranks_of(SimpleNamespace(shard_process_group=dist.group.WORLD), "shard") is None
+    many = SimpleNamespace(size=lambda: 2)
+    assert internals.ranks_of(SimpleNamespace(shard_process_group=many), "shard") is many  # type: ignore[comparison-overlap]
+    stock = group.mesh_info, group.post_forward_mesh_info
+    assert group._is_hsdp
+    undo = internals.without_replicas(group)
+    assert not group._is_hsdp
+    assert type(group.mesh_info).__name__ == "FSDPMeshInfo"
+    assert group.mesh_info.shard_process_group is stock[0].shard_process_group
+    undo()
+    assert (group.mesh_info, group.post_forward_mesh_info) == stock
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_fsdp_gives_a_parameter_up_and_takes_it_again() -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Sequential(fully_shard(nn.Linear(4, 4)), nn.Linear(4, 4))
+    fully_shard(model)
+    model(torch.ones(1, 4)).sum().backward()
+    state = internals.fsdp_state(model[0])
+    groups, (kept,) = internals.parameter_groups_of(state), internals.parameter_groups(model)
+    assert internals.parameter_groups_of(SimpleNamespace()) == []
+    (group,) = groups
+    groups.remove(group)
+    internals.to_sharded(group)
+    assert internals.local_shard(model[0].weight).shape == (4, 4)
+    groups.append(group)
+    internals.begin_again(group, kept)
+    assert group.comm_ctx is kept.comm_ctx
+    model(torch.ones(1, 4)).sum().backward()
+    assert all(hasattr(tensor, "full_tensor") for tensor in model.state_dict().values())
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_fsdp_gathers_again_what_was_resharded() -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    for reshards, expected in ((None, (True, False)), (True, (True, True)), (False, (False, False))):
+        model = nn.Sequential(fully_shard(nn.Linear(4, 4), reshard_after_forward=reshards), nn.Linear(4, 4))
+        fully_shard(model, reshard_after_forward=reshards)
+        model(torch.ones(1, 4))
+        states = [internals.fsdp_state(module) for module in (model[0], model)]
+        groups = [group for module in (model[0], model) for group in internals.parameter_groups(module)]
+        found = tuple(internals.gathers_again(*pair) for pair in zip(states, groups, strict=True))
+        assert found == expected

@@ -1,0 +1,288 @@
+"""`thinwire analyze` without ranks: laws of the statistics, the files of a recording, JSON, page and errors."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from typer.testing import CliRunner
+
+from thinwire.lab.analyze.prediction import PREDICTED_RANKS
+from thinwire.lab.analyze.recorder import nonzero_rows
+from thinwire.lab.analyze.recording import Recording, Table, TableSteps, load, save_rank
+from thinwire.lab.analyze.report import build_report
+from thinwire.lab.analyze.run import run_script
+from thinwire.lab.analyze.statistics import densification_curve, fit_exponent, owner_load, table_statistics
+from thinwire.lab.analyze.summary import Analysis
+from thinwire.lab.bench.trace import IndexTrace
+from thinwire.lab.cli.analyze import app
+from thinwire.lab.ledger import sent_bytes
+from thinwire.rows.partition import Contiguous
+from thinwire.sums.named import NAMED
+
+pytestmark = pytest.mark.slow
+
+NUM_ROWS, WIDTH = 512, 16
+FEW = (2,)
+"""World sizes to predict, where predictions are not what is tested."""
+
+
+def ids_of(*rows: int) -> Tensor:
+    return torch.tensor(rows, dtype=torch.int64)
+
+
+def random_trace(seed: int, ranks: int, steps: int, num_rows: int = NUM_ROWS) -> IndexTrace:
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw() -> Tensor:
+        share = float(torch.rand(1, generator=generator)) ** 2
+        return (torch.rand(num_rows, generator=generator) < share).nonzero().flatten()
+
+    return IndexTrace(num_rows, WIDTH, tuple(tuple(draw() for _ in range(ranks)) for _ in range(steps)))
+
+
+traces = st.builds(random_trace, st.integers(0, 1000), st.integers(2, 5), st.integers(1, 3))
+
+
+@settings(max_examples=10)
+@given(traces)
+def test_statistics_keep_to_their_ranges(trace: IndexTrace) -> None:
+    table = table_statistics("t", trace, ranks=FEW)
+    ranks = trace.world_size
+    assert 0 <= table.density.min <= table.density.mean <= table.density.max <= 1
+    assert len(table.overlaps) == len(trace.steps) * math.comb(ranks, 2)
+    assert all(0 <= overlap <= 1 for overlap in table.overlaps)
+    assert table.densification[0] == 1
+    assert all(1 <= growth <= count + 1e-9 for count, growth in enumerate(table.densification, start=1))
+    assert 0 <= table.densification_exponent <= 1
+    assert all(value >= 1 - 1e-9 for value in table.skewness.values())
+    for load_of in (table.contiguous, table.permutation):
+        assert 1 - 1e-9 <= load_of.imbalance_push <= ranks
+        assert 1 - 1e-9 <= load_of.imbalance_pull <= ranks
+    quantiles = list(table.overlap_quantiles.values())
+    assert quantiles == sorted(quantiles)
+
+
+@settings(max_examples=10)
+@given(traces)
+def test_no_row_is_lost_between_owners(trace: IndexTrace) -> None:
+    table = table_statistics("t", trace, ranks=FEW)
+    held = sum(ids.numel() for step in trace.steps for ids in step) / len(trace.steps)
+    union = sum(torch.cat(step).unique().numel() for step in trace.steps) / len(trace.steps)
+    for load_of in (table.contiguous, table.permutation):
+        assert sum(load_of.push_rows) == pytest.approx(held)
+        assert sum(load_of.pull_rows) == pytest.approx(union)
+
+
+@settings(max_examples=10)
+@given(traces)
+def test_bytes_are_exact_at_the_recorded_ranks(trace: IndexTrace) -> None:
+    table = table_statistics("t", trace, torch.float64, ranks=FEW)
+    for name, scheme in NAMED.items():
+        per_step = [sent_bytes(scheme, step, NUM_ROWS, WIDTH, torch.float64) for step in trace.steps]
+        mean = sum(map(sum, per_step)) / (len(per_step) * trace.world_size)
+        assert table.sent_bytes[name] == pytest.approx(mean)
+        assert table.sent_bytes[name] >= table.lower_bound_bytes
+
+
+@settings(max_examples=3)
+@given(traces)
+def test_predictions_cover_all_ranks_and_never_exceed_the_table(trace: IndexTrace) -> None:
+    table = table_statistics("t", trace)
+    ranks = [prediction.world_size for prediction in table.predictions]
+    assert ranks == sorted({*PREDICTED_RANKS, trace.world_size})
+    unions = [prediction.union for prediction in table.predictions if prediction.extrapolated]
+    assert unions == sorted(unions)
+    for prediction in table.predictions:
+        assert prediction.extrapolated == (prediction.world_size > trace.world_size)
+        assert set(prediction.bytes) == set(prediction.seconds) == set(NAMED)
+        assert prediction.union <= NUM_ROWS
+        assert prediction.pick in NAMED
+
+
+def test_a_large_table_is_not_hashed_element_by_element() -> None:
+    table = table_statistics("t", IndexTrace(1 << 20, 8, ((ids_of(1), ids_of(2)),)))
+    assert "zen_elements" not in table.sent_bytes
+    assert "zen" in table.sent_bytes
+    assert table.prediction(1024).bytes["zen_elements"] > 0
+
+
+def test_equal_ids_on_all_ranks() -> None:
+    ids = ids_of(1, 5, 9)
+    table = table_statistics("t", IndexTrace(NUM_ROWS, WIDTH, ((ids,) * 4, (ids,) * 4)))
+    assert table.densification == (1.0,) * 4
+    assert table.densification_exponent == 0
+    assert set(table.overlaps) == {1.0}
+    assert table.prediction(1024).union == 3
+
+
+def test_disjoint_ids_on_all_ranks() -> None:
+    table = table_statistics("t", IndexTrace(NUM_ROWS, WIDTH, (tuple(ids_of(rank, 100 + rank) for rank in range(4)),)))
+    assert table.densification == (1.0, 2.0, 3.0, 4.0)
+    assert table.densification_exponent == pytest.approx(1)
+    assert set(table.overlaps) == {0.0}
+    assert table.prediction(128).union == pytest.approx(256)
+    assert table.prediction(1024).union == NUM_ROWS
+
+
+def test_nothing_touched_is_not_an_error() -> None:
+    table = table_statistics("t", IndexTrace(NUM_ROWS, WIDTH, ((ids_of(), ids_of()),)))
+    assert table.density.max == 0
+    assert table.densification == (1.0, 1.0)
+    assert table.contiguous.imbalance_push == 1
+
+
+@given(st.floats(0, 1), st.integers(2, 16))
+def test_a_power_law_is_fitted_exactly(exponent: float, ranks: int) -> None:
+    curve = [count**exponent for count in range(1, ranks + 1)]
+    assert fit_exponent(curve) == pytest.approx(exponent, abs=1e-9)
+
+
+def test_means_are_over_steps() -> None:
+    same, apart = (ids_of(0), ids_of(0)), (ids_of(0), ids_of(1))
+    assert densification_curve((same, apart)) == (1.0, 1.5)
+    load_of = owner_load((same, apart), Contiguous(2, 2))
+    assert load_of.push_rows == (1.5, 0.5)
+    assert load_of.pull_rows == (1.0, 0.5)
+    assert load_of.imbalance_pull == 1.5
+
+
+def test_small_tables_have_no_skewness_at_more_parts_than_rows() -> None:
+    trace = random_trace(0, ranks=2, steps=1, num_rows=64)
+    assert set(table_statistics("t", trace, ranks=FEW).skewness) == {8}
+
+
+def test_one_rank_has_no_statistics_between_ranks() -> None:
+    with pytest.raises(ValueError, match="at least 2 ranks"):
+        table_statistics("t", IndexTrace(NUM_ROWS, WIDTH, ((ids_of(1),),)))
+
+
+@pytest.mark.parametrize(
+    ("gradient", "expected"),
+    [
+        (torch.tensor([[0.0, 0.0], [0.0, -1.0], [float("nan"), 0.0]]), [1, 2]),
+        (torch.zeros(0, 3), []),
+        (torch.tensor(2.0), [0]),
+        (torch.tensor([0.0, 3.0]), [1]),
+        (torch.sparse_coo_tensor([[3, 1, 3]], torch.zeros(3, 2), (5, 2), check_invariants=False), [1, 3]),
+        (torch.sparse_coo_tensor([[1, 0], [0, 2]], torch.ones(2), (2, 3), check_invariants=False), [2, 3]),
+    ],
+)  # fmt: skip
+def test_nonzero_rows(gradient: Tensor, expected: list[int]) -> None:
+    assert nonzero_rows(gradient).tolist() == expected
+
+
+TABLE = Table("words", NUM_ROWS, WIDTH, "float32", "sparse")
+BIAS = Table("bias", 4, 1, "float32", "dense")
+
+
+def rank_files(directory: Path, steps: list[int], tables: list[Table] | None = None) -> list[Path]:
+    """Rank r saw so many steps; in step s it touched the rows s and 10 + r."""
+    paths = []
+    for rank, count in enumerate(steps):
+        ids = [ids_of(step, 10 + rank) for step in range(count)]
+        words = TableSteps(tables[rank] if tables else TABLE, [2 / NUM_ROWS] * count, list(ids))
+        bias = TableSteps(BIAS, [1.0] * count, [None] * count)
+        paths.append(directory / f"{rank}.npz")
+        save_rank(paths[-1], 1, [words, bias])
+    return paths
+
+
+def recorded(directory: Path, steps: tuple[int, ...] = (3, 3)) -> Recording:
+    return load(rank_files(directory, list(steps)))
+
+
+def test_a_recording_comes_back_as_it_was(tmp_path: Path) -> None:
+    recording = recorded(tmp_path)
+    assert recording.tables == (TABLE, BIAS)
+    assert recording.densities["bias"].tolist() == [[1.0, 1.0]] * 3
+    assert list(recording.traces) == ["words"]
+    ids = [[ids.tolist() for ids in step] for step in recording.traces["words"].steps]
+    assert ids == [[[step, 10], [step, 11]] for step in range(3)]
+
+
+def test_steps_that_a_rank_did_not_reach_are_left_out(tmp_path: Path) -> None:
+    recording = recorded(tmp_path, (3, 2))
+    assert recording.num_steps == len(recording.traces["words"].steps) == 2
+
+
+def test_ranks_with_different_models_are_refused(tmp_path: Path) -> None:
+    other = Table("words", NUM_ROWS, WIDTH + 1, "float32", "sparse")
+    with pytest.raises(ValueError, match="rank 1 synchronized other parameters"):
+        load(rank_files(tmp_path, [1, 1], [TABLE, other]))
+
+
+def test_json_has_the_promised_fields(tmp_path: Path) -> None:
+    figures = json.loads(json.dumps(Analysis.of(recorded(tmp_path), "train.py", 5).to_json()))
+    assert (figures["workers"], figures["steps"], figures["steps_wanted"]) == (2, 3, 5)
+    (words,) = figures["parameters"]
+    assert words["name"] == "words"
+    assert words["density"]["mean"] == 2 / NUM_ROWS
+    assert set(words["overlap_quantiles"]) >= {"0.0", "0.5", "1.0"}
+    assert len(words["densification"]) == 2
+    assert set(words["skewness"]) == {"8", "128"}
+    assert words["contiguous"]["push_rows"] == [4.0, 0.0]
+    assert sum(words["permutation"]["push_rows"]) == 4
+    assert [one["world_size"] for one in words["predictions"]] == list(PREDICTED_RANKS)
+    assert set(words["sent_bytes"]) == set(words["predictions"][-1]["bytes"]) == set(NAMED)
+    assert words["pick"] == words["predictions"][0]["pick"]
+    assert [one["name"] for one in figures["others"]] == ["bias"]
+    assert figures["others"][0]["density_mean"] == 1
+
+
+def test_page_has_its_pictures_and_escapes_names(tmp_path: Path) -> None:
+    analysis = Analysis.of(recorded(tmp_path), "<b>train.py", 5)
+    page = build_report(analysis).html()
+    assert page.count("<figure") == 5
+    assert "<b>train" not in page
+    assert "ended before the 5 asked for" in page
+    for name in NAMED:
+        assert name in page
+
+
+def test_page_without_sparse_tables(tmp_path: Path) -> None:
+    path = tmp_path / "0.npz"
+    save_rank(path, 1, [TableSteps(BIAS, [1.0], [None])])
+    analysis = Analysis.of(load([path, path]), "train.py", 1)
+    assert "No parameter has a sparse gradient" in build_report(analysis).html()
+    with pytest.raises(ValueError, match="no trace to record"):
+        analysis.largest_trace()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nothing.py"], "there is no script nothing.py"),
+        (["--example", "gpt"], "unknown example 'gpt'"),
+        (["train.py", "--example", "lstm-lm"], "not both"),
+        (["train.py", "--ranks", "1"], "--ranks"),
+        (["train.py", "--steps", "0"], "--steps"),
+        (["--link", "fast"], "unknown link 'fast'"),
+        (["--link", "none"], "give --link such as"),
+        (["--latency", "50"], "unknown latency '50'"),
+        (["--latency", "0us"], "unknown latency '0us'"),
+        (["train.py", "--report", "/nowhere/at/all.html"], "not a directory"),
+    ],
+)
+def test_bad_input_is_said_with_status_2(arguments: list[str], message: str) -> None:
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize(("option", "value"), [("workers", 1), ("steps", 0)])
+def test_run_script_refuses_what_gives_no_statistics(option: str, value: int) -> None:
+    with pytest.raises(ValueError, match="at least"):
+        run_script(Path(__file__), **{option: value})
+
+
+def test_help_has_an_example() -> None:
+    output = CliRunner().invoke(app, ["--help"]).output
+    assert "Example: thinwire analyze" in output
+    assert "--json" in output

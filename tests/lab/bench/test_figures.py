@@ -1,0 +1,42 @@
+"""The figures that README states, measured again: minutes each, run by `make test-slow`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from namespaces import NEEDS_NAMESPACES
+from thinwire.lab.cli.main import app
+
+pytestmark = [pytest.mark.ranks, *NEEDS_NAMESPACES, pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+def run(file: Path, *arguments: str) -> dict[str, Any]:
+    result = CliRunner().invoke(app, [*arguments, "--json", str(file)])
+    assert result.exit_code == 0, result.output
+    return json.loads(file.read_text())
+
+
+def test_zen_on_eight_hosts(tmp_path: Path) -> None:
+    written = run(tmp_path / "out.json", "bench", "sync", "--hosts", "8", "--link", "100mbit", "--workload", "lstm")
+    rows = {row["scheme"]: row for row in written["rows"]}
+    zen = rows["zen"]
+    assert zen["speedup_vs_dense"] >= 15
+    assert rows["agsparse_torch"]["seconds_median"] >= 1.5 * zen["seconds_median"]
+    assert zen["seconds_median"] <= 1.3 * zen["bytes_sent_max"] * 8e-6 / zen["link_mbit"]
+    assert all(row["bytes_sent_max"] == row["bytes_predicted_max"] for row in rows.values())
+    assert all(row["bitwise_equal_across_ranks"] and row["max_abs_error"] < 1e-7 for row in rows.values())
+
+
+def test_demo(tmp_path: Path) -> None:
+    report = tmp_path / "report.html"
+    written = run(tmp_path / "out.json", "demo", "--report", str(report))
+    assert written["loss_max_relative_difference"] < 1e-6
+    assert written["parameters_bitwise_equal"]
+    assert written["bytes_per_step"]["ddp"] > 40 * written["bytes_per_step"]["thinwire"]
+    assert written["step_seconds"]["ddp"] > 2.5 * written["step_seconds"]["thinwire"]
+    assert "<svg" in report.read_text()

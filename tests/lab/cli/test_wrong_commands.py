@@ -1,0 +1,116 @@
+"""Wrong commands are one line that names the mistake, before anything heavy is imported or measured."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from thinwire.lab.cli import output
+from thinwire.lab.cli.main import app
+
+
+def error_of(*arguments: str, columns: int = 300) -> str:
+    ran = CliRunner().invoke(app, list(arguments), env={"COLUMNS": str(columns)})
+    assert ran.exit_code == 2, ran.output
+    return ran.output.strip()
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        (["demo", "--links", ""], "--links: unknown link ''"),
+        (["demo", "--link", ""], "--link: unknown link ''"),
+        (["demo", "--link", "fast"], "--link: unknown link 'fast'"),
+        (["demo", "--links", "none,1gbit"], "--links: none cannot be one of several links"),
+        (["demo", "--link", "1gbit", "--links", "1gbit"], "give --link or --links, not both"),
+        (["bench", "sync", "--hosts", "1"], "one rank has nobody to sum with"),
+        (["bench", "sync", "--hosts", "1", "--ranks-per-host", "2"], "the ranks of one host use no link"),
+        (["bench", "train", "--hosts", "1"], "one rank has nobody to sum with"),
+        (["bench", "train", "--job", "nosuch"], "unknown job 'nosuch'; legal are lstm, digits"),
+        (["plan", "--measure", "--job", "nosuch"], "unknown job 'nosuch'; legal are lstm, digits"),
+        (["doctor", "train"], "unknown job 'train'; legal are lstm, digits"),
+        (["holder", "--status", "--stop"], "give one of --status, --stop"),
+        (["holder", "--bind", "no such host"], "--bind no such host: "),
+    ],
+    ids=" ".join,
+)
+def test_one_line_names_the_mistake(
+    command: list[str], says: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("THINWIRE_SECRET", raising=False)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    said = error_of(*command)
+    assert said.startswith(f"error: {says}")
+    assert "\n" not in said
+
+
+def test_an_unknown_job_is_refused_before_torch_is_imported() -> None:
+    code = """
+import sys
+from thinwire.lab.cli.main import app
+for command in (["doctor", "train"], ["plan", "--measure", "--job", "nosuch"]):
+    try:
+        app(command)
+    except SystemExit as ended:
+        assert ended.code == 2, ended.code
+assert "torch" not in sys.modules
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert ran.returncode == 0, ran.stderr
+
+
+@pytest.mark.parametrize("content", [{"a": 1}, [], {"groups": []}], ids=["other", "list", "plan"])
+def test_a_file_that_is_no_measurement_is_named(content: object, tmp_path: Path) -> None:
+    path = tmp_path / "other.json"
+    path.write_text(json.dumps(content))
+    assert f"error: {path}: " in error_of("doctor", "--from", str(path))
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
+def test_a_full_disk_names_the_file() -> None:
+    with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
+        output.write_json({}, Path("/dev/full"))
+    from thinwire.lab.report import Report
+
+    with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
+        Report("title", "conditions", []).write("/dev/full")
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="no /proc")
+def test_a_path_that_cannot_be_made_is_refused_before_the_work(tmp_path: Path) -> None:
+    assert output._why_not(Path("/proc/page.html"), "--report") is not None
+    assert output._why_not(tmp_path / "page.html", "--report") is None
+    assert not list(tmp_path.iterdir())
+
+
+CLOSED = "import os, sys; os.close(1); os.close(int(sys.argv[1])); os.execv(sys.executable, sys.argv[2:])"
+
+
+@pytest.mark.parametrize("other", [0, 2])
+def test_closed_streams_are_no_error(other: int) -> None:
+    """As under cron; it was a traceback of 40 lines after the work was done."""
+    command = [sys.executable, "-c", CLOSED, str(other), sys.executable, "-m", "thinwire", "--version"]
+    ran = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=100)
+    assert (ran.returncode, ran.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("command", ["analyze", "doctor"])
+def test_the_usage_is_one_line(command: str) -> None:
+    text = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "80"}).output
+    (usage,) = [line.strip() for line in text.splitlines() if "Usage:" in line]
+    assert "[ARGS]..." in usage
+    assert "[[" not in usage
+
+
+@pytest.mark.parametrize("command", ["", "demo", "doctor", "bench"])
+def test_help_in_a_narrow_window_cuts_no_name(command: str) -> None:
+    text = CliRunner().invoke(app, [*command.split(), "--help"], env={"COLUMNS": "40"}).output
+    assert "\N{HORIZONTAL ELLIPSIS}" not in text
+    assert ("--ranks-per-host" if command == "doctor" else "--help") in text

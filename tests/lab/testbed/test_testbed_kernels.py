@@ -1,0 +1,38 @@
+"""Kernels are compiled before ranks start whose time is measured."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+import pytest
+
+from thinwire.kernels import dispatch
+from thinwire.kernels.dispatch import Once
+from thinwire.lab.testbed.kernels import compile_ahead
+
+NAMES = ("sum_rows", "deal", "mix")
+
+
+@pytest.mark.skipif(os.environ.get("NUMBA_DISABLE_JIT", "0") != "0", reason="nothing is compiled")
+@pytest.mark.parametrize("ends", ["compiled", "killed"])
+def test_compiling_ahead_shares_the_work_and_says_how_far_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, ends: str
+) -> None:
+    """Here each process compiles nothing but claims that it did, or ends with an error."""
+    write = f"open({str(tmp_path / 'compiled')!r}, 'a').write(f'\\n{{name}}\\n')"
+    code = f"import sys\nfor name in sys.argv[2:]: {write}" if ends == "compiled" else "exit('out of memory')"
+    monkeypatch.setattr(dispatch, "COMPILE", code)
+    monkeypatch.setattr(dispatch, "compilation", lambda: Once(tmp_path, NAMES))
+    seen: list[tuple[object, ...]] = []
+    with caplog.at_level(logging.WARNING, "thinwire"):
+        compile_ahead(("mix", "deal"), lambda *progress: seen.append(progress))
+    assert str(seen[0][0]).startswith("Compiling kernels, once a machine, about ")
+    assert seen[1][2] == 2
+    assert Once(tmp_path, NAMES).compiled() == (["deal", "mix"] if ends == "compiled" else [])
+    assert ("out of memory" in caplog.text) == (ends == "killed")
+    seen.clear()
+    if ends == "compiled":
+        compile_ahead(("mix", "deal"), lambda *progress: seen.append(progress))
+        assert not seen, "there is nothing to do"

@@ -119,28 +119,36 @@ def test_the_code_of_old_sources_is_removed_unless_a_process_uses_it(tmp_path: P
     target = "0" * 16
     mine, other_processor = tmp_path / f"{jit.SOURCES}-{target}", tmp_path / f"{jit.SOURCES}-{'1' * 16}"
     old, used, foreign = tmp_path / f"{'a' * 16}-{target}", tmp_path / f"{'b' * 16}-{target}", tmp_path / "a-b"
-    for directory in (mine, other_processor, old, used, foreign):
+    recent = tmp_path / f"{'c' * 16}-{target}"  # of another installation
+    for directory in (mine, other_processor, old, used, foreign, recent):
         directory.mkdir()
         (directory / "code").touch()
+        (directory / "in-use").touch()
+        if directory != recent:
+            os.utime(directory / "in-use", (0, 0))
     lock = take_lock(used / "in-use", exclusive=False)
     assert lock is not None
     with lock:
         remove_old(mine)
-    assert {path.name for path in tmp_path.iterdir()} == {d.name for d in (mine, other_processor, used, foreign)}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        d.name for d in (mine, other_processor, used, foreign, recent)
+    }
 
 
-@pytest.mark.parametrize("writable", ["package", "user", "nothing"])
-def test_where_machine_code_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writable: str) -> None:
+@pytest.mark.parametrize("kept_in", ["user", "package", "package, without a home", "nothing"])
+def test_where_machine_code_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept_in: str) -> None:
     package, user = tmp_path / "package", tmp_path / "user"
     package.mkdir()
-    for path in (package / "__pycache__", user):  # a file in place of a directory: also root cannot write there
-        if path.parent.name == "package" and writable == "package":
-            continue
-        if path == user and writable != "nothing":
-            continue
-        path.touch()
+    if kept_in == "nothing":
+        (package / "__pycache__").touch()  # a file in place of a directory: also root cannot write there
+    if kept_in in ("package", "nothing"):
+        user.touch()
     monkeypatch.setattr(jit, "__file__", str(package / "jit.py"))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(user))
+    if "without a home" in kept_in:
+        monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+        monkeypatch.setattr(jit.os.path, "expanduser", lambda path: path)
+    else:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(user))
     monkeypatch.setattr(numba.config, "CACHE_DIR", "")
     monkeypatch.setattr(jit, "_in_use", [])
     jit.code_directory.cache_clear()
@@ -148,11 +156,11 @@ def test_where_machine_code_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         directory = jit.code_directory()
     finally:
         jit.code_directory.cache_clear()
-    if writable == "nothing":
+    if kept_in == "nothing":
         assert directory is None
     else:
         assert directory is not None
-        assert (tmp_path / writable) in directory.parents
+        assert (tmp_path / kept_in.partition(",")[0]) in directory.parents
         (lock,) = jit._in_use
         os.close(lock)
 
@@ -169,7 +177,12 @@ def test_an_update_in_place_runs_the_new_code(tmp_path: Path) -> None:
     """The helper is in another file than the kernel that it is compiled into, which numba does not look at."""
     package = Path(thinwire.__file__).parent
     copy = shutil.copytree(package, tmp_path / "thinwire", ignore=shutil.ignore_patterns("__pycache__", "lab"))
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "NUMBA_CACHE_DIR": "", "THINWIRE_KERNELS": "numba"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(tmp_path),
+        "NUMBA_CACHE_DIR": str(tmp_path / "cache"),
+        "THINWIRE_KERNELS": "numba",
+    }
 
     def answer() -> str:
         ran = subprocess.run([sys.executable, "-c", ROWS], env=environment, capture_output=True, text=True, check=True)

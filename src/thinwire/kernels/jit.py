@@ -16,6 +16,7 @@ import shutil
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
@@ -37,6 +38,7 @@ Int64 = int | np.int64
 _FOLDER = Path(__file__).parent
 _PACKAGE = "thinwire.kernels."
 _CODE_DIRECTORY = re.compile(r"[0-9a-f]{16}-[0-9a-f]{16}")
+KEPT_DAYS = 30
 _SETTINGS = ("BOUNDSCHECK", "OPT", "LOOP_VECTORIZE", "SLP_VECTORIZE", "DEBUGINFO_DEFAULT", "ENABLE_AVX")
 _logger = logging.getLogger("thinwire")
 
@@ -119,20 +121,21 @@ class MachineCode:
 def code_directory() -> Path | None:
     """Return the directory of machine code of these sources, for this processor, compiler and Python; None without.
 
-    It is below ``NUMBA_CACHE_DIR`` if that is set, else in ``__pycache__`` beside this file, or in the user's cache
-    where that cannot be written. While this process runs `remove_old` does not remove it.
+    It is below ``NUMBA_CACHE_DIR`` if that is set, else in the user's cache, where all installations of the same
+    sources share it, or in ``__pycache__`` beside this file where there is no home or it cannot be written. While this
+    process runs `remove_old` does not remove it.
     """
     from numba.core import config
 
     if config.DISABLE_JIT:  # pyrefly: ignore [missing-attribute]
         return None
-    folder = Path(__file__).parent
-    here = hashlib.sha256(str(folder).encode()).hexdigest()[:8]
+    bases = [Path(__file__).parent / "__pycache__"]
     user = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    bases = [folder / "__pycache__", Path(user) / "thinwire" / f"kernels-{here}"]
+    if os.path.isabs(user):  # it is not where the user has no home, as in some containers
+        bases.insert(0, Path(user) / "thinwire" / "kernels")
     chosen: str = config.CACHE_DIR  # pyrefly: ignore
     if chosen:
-        bases.insert(0, Path(chosen) / f"thinwire-{here}")
+        bases.insert(0, Path(chosen) / "thinwire")
     problem: OSError | None = None
     for base in bases:
         directory = base / f"{SOURCES}-{_hash_target()}"
@@ -143,6 +146,7 @@ def code_directory() -> Path | None:
                 if fcntl is not None:
                     with suppress(OSError):  # of a file system without locks
                         fcntl.flock(used, fcntl.LOCK_SH)
+                os.utime(used.fileno())
                 _in_use.append(os.dup(used.fileno()))
             return directory
         except OSError as error:
@@ -156,13 +160,17 @@ _in_use: list[int] = []
 
 
 def remove_old(directory: Path) -> None:
-    """Remove the machine code of other sources beside a directory of `code_directory`, unless a process uses it.
+    """Remove the machine code of other sources beside a directory of `code_directory` that nobody uses any more.
 
-    That of other processors and versions stays: machines may share the folder.
+    That is what no process uses and none has begun to use for `KEPT_DAYS`: other installations share the folder. That
+    of other processors and versions stays, since machines may share it too.
     """
     for other in directory.parent.glob("*-*"):
         if not _CODE_DIRECTORY.fullmatch(other.name) or other.name.startswith(SOURCES):
             continue
+        with suppress(OSError):
+            if time.time() - (other / "in-use").stat().st_mtime < KEPT_DAYS * 24 * 3600:
+                continue
         lock = take_lock(other / "in-use")
         if lock is not None and fcntl is not None:
             with lock:

@@ -7,8 +7,8 @@ TORCH  := $(VENV)/.torch
 STAMP  := $(VENV)/.installed
 DEMO   := $(VENV)/.demo
 
-.PHONY: help install demo docs dist test test-all test-rest test-slow test-integrations test-kernels test-gpu test-jit-off \
-  test-nightly house lint format clean
+.PHONY: help install demo site docs dist kernels test test-all test-rest test-slow test-integrations test-kernels test-gpu \
+  test-jit-off test-nightly house lint format clean
 
 help:            ## list the verbs
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -38,23 +38,28 @@ lint: install    ## ruff and the type checker
 
 # Each law on all pairs of its parameters, and few examples of what hypothesis draws: see tests/common/selection.py.
 # Four workers on two cores: ranks wait for each other, for links and for limits, so fewer leave the cores idle.
-PYTEST := $(BIN)/python -m pytest -n 4 --dist worksteal
+# What fails runs once more, alone; what passes then is named last, as flaky.
+SUITE  := $(BIN)/python tools/suite.py
+PYTEST := $(SUITE) -n 4 --dist worksteal --durations=10
 QUICK  := -m "not gpu and not slow and not docs and not integrations" --pairs
 REST   := -m "not gpu and not docs and not integrations" --rest --ignore=tests/aot --ignore=tests/house/test_gpu_page.py
 
-# Without rewritten assertions, which take a worker 10 s to load; what fails runs again with them, for its values.
-test: lint       ## lint, types, and each behaviour once: under 5 minutes on 2 cores
-	THINWIRE_EXAMPLES=25 $(PYTEST) --assert=plain $(QUICK) || { $(PYTEST) --last-failed $(QUICK); exit 1; }
+kernels: install ## compile the kernels for this processor, once, on all cores
+	$(BIN)/python tools/compile_kernels.py
 
-test-all: test test-rest ## every test that needs no GPU; continuous integration runs a quarter of the slow ones each time
+# Without rewritten assertions, which take a worker 10 s to load; what fails runs again with them, for its values.
+test: lint kernels ## lint, types, and each behaviour once: about 5 minutes on 2 cores
+	THINWIRE_EXAMPLES=25 $(PYTEST) --assert=plain $(QUICK)
+
+test-all: test test-rest ## every test that needs no GPU
 
 test-rest: test-slow test-integrations docs dist test-kernels test-jit-off ## what `make test` leaves out of `make test-all`
 
-test-slow: install ## what starts programs, repeats faults or takes long, and all combinations of parameters; PART=K/N: a part
+test-slow: kernels ## what starts programs, repeats faults or takes long, and all combinations of parameters; PART=K/N: a part
 	$(PYTEST) $(REST) $(if $(PART),--part $(PART))
 
-test-integrations: $(VENV)/.integrations ## train with each framework of the extra `integrations`, stock and with thinwire
-	$(BIN)/python -m pytest -m "integrations" tests/integrations
+test-integrations: $(VENV)/.integrations kernels ## train with each framework of the extra `integrations`, stock and with thinwire
+	$(SUITE) -m "integrations" tests/integrations
 
 $(VENV)/.integrations: $(STAMP)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,integrations]'
@@ -67,9 +72,9 @@ $(VENV)/.integrations: $(STAMP)
 TRITONS := 3.5.1 3.9.0
 
 test-kernels: $(TRITONS:%=$(VENV)/triton-%) ## what is for GPUs, without one: compile and interpret the kernels, and run test-gpu dry
-	$(BIN)/python -m pytest -m "slow" -n 2 tests/aot
-	PYTHONPATH=$(lastword $^) $(BIN)/python -m pytest -m "slow" -n 2 --dist worksteal tests/kernels/test_gpu_kernels.py
-	$(BIN)/python -m pytest -m "slow" tests/house/test_gpu_page.py
+	$(SUITE) -m "slow" -n 2 tests/aot
+	PYTHONPATH=$(lastword $^) $(SUITE) -m "slow" -n 2 --dist worksteal tests/kernels/test_gpu_kernels.py
+	$(SUITE) -m "slow" tests/house/test_gpu_page.py
 
 $(VENV)/triton-%: $(STAMP)
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $@ triton==$*
@@ -79,14 +84,16 @@ test-gpu: ## what needs a GPU: its tests and times, on one page to send back; wi
 	$(PYTHON) benchmarks/gpu_page.py --output benchmarks/results/gpu.md
 
 test-jit-off: install ## the kernels as plain Python, which coverage tools can see
-	NUMBA_DISABLE_JIT=1 $(BIN)/python -m pytest tests/kernels/test_kernels.py tests/kernels/test_kernel_parity.py tests/kernels/test_kernel_sums.py
+	NUMBA_DISABLE_JIT=1 $(SUITE) tests/kernels/test_kernels.py tests/kernels/test_kernel_parity.py tests/kernels/test_kernel_sums.py
 
 test-nightly: test-all ## all of them, and long fuzzing
 	THINWIRE_EXAMPLES=300 $(PYTEST) -m "not gpu and not slow and not ranks"
 
-docs: install    ## build the site into site/, failing on any warning; run its notebook and its commands, made small
+site: install    ## build the site into site/, failing on any warning
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
-	$(BIN)/python -m pytest -m "docs" -n 2 --dist worksteal tests/docs
+
+docs: site kernels ## build the site; run its notebook and its commands, made small
+	$(SUITE) -m "docs" -n 2 --dist worksteal tests/docs
 
 dist: install    ## build the wheel and the sdist into dist/, and check them as PyPI does
 	rm -rf dist

@@ -20,7 +20,7 @@ from thinwire import kernels
 from thinwire.lab.demo import corpus
 from thinwire.lab.testbed import launch
 
-pytest_plugins = ["durations", "last_words", "selection"]
+pytest_plugins = ["durations", "failures", "last_words", "selection"]
 os.environ.setdefault("PYTHONFAULTHANDLER", "1")  # what tests start says where it crashed: ranks, holders, commands
 # Tables travel as rows from the first step on, and not only once that is known to pay; but where a test says otherwise.
 os.environ.setdefault("THINWIRE_ROUTE", "rows")
@@ -40,7 +40,7 @@ def one_thread() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def kernels_are_compiled() -> None:
-    """No test should wait for them, nor send floats uncoded meanwhile; workers share the work."""
+    """No test should wait for them, nor send floats uncoded meanwhile. `make test` has compiled them before."""
     kernels.warm_up()
 
 

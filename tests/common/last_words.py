@@ -41,19 +41,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool | None:
-    """A thread outside of Python: it also ends a test that holds Python's lock."""
-    if _stacks is None:
-        return None
-    faulthandler.dump_traceback_later(settings.timeout, exit=True, file=_stacks)
-    return True
+    """The signal of pytest-timeout ends the test; a thread outside of Python ends a worker that does not answer it."""
+    if _stacks is not None:
+        faulthandler.dump_traceback_later(1.5 * settings.timeout, exit=True, file=_stacks)
+    return None
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_timeout_cancel_timer(item: pytest.Item) -> bool | None:
-    if _stacks is None:
-        return None
-    faulthandler.cancel_dump_traceback_later()
-    return True
+    if _stacks is not None:
+        faulthandler.cancel_dump_traceback_later()
+    return None
 
 
 def pytest_runtest_logreport(report: Any) -> None:

@@ -12,13 +12,14 @@ TESTS = """
 import ctypes, os, pytest, signal, time
 @pytest.mark.parametrize("number", [1, 2])
 def test_before(number): pass
-def test_that_hangs(): time.sleep(100)
+def test_that_takes_long(): time.sleep(100)
+def test_that_hangs(): signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM]); time.sleep(100)
 def test_that_reads_nowhere(): ctypes.string_at(0)
 def test_that_is_killed(): os.kill(os.getpid(), signal.SIGKILL)
 def test_that_leaves(): os._exit(3)
 def test_that_passes(): pass
 """
-TIMEOUT = ("--timeout", "3", "--timeout-method", "thread")
+TIMEOUT = ("--timeout", "2", "--timeout-method", "signal")
 IT_RAN = "It ran before, in this order:\ntest_of_deaths.py::test_before\n"
 SAID = {
     "test_that_hangs": ("exit status 1;", "Timeout (0:00:03)!", "test_of_deaths.py", IT_RAN),
@@ -41,7 +42,8 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         capture_output=True,
         text=True,
     )
-    assert "4 failed, 3 passed" in ran.stdout, ran.stdout + ran.stderr
+    assert "5 failed, 3 passed" in ran.stdout, ran.stdout + ran.stderr
+    assert "Failed: Timeout" in ran.stdout, "the test ends, and its worker goes on"
     parts = ran.stdout.partition("= FAILURES =")[2].partition("= short test summary info =")[0].split("crashed while")
     return {part.partition("::")[2].partition("'")[0]: part for part in parts[1:]}
 

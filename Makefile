@@ -7,7 +7,7 @@ TORCH  := $(VENV)/.torch
 STAMP  := $(VENV)/.installed
 DEMO   := $(VENV)/.demo
 
-.PHONY: help install demo site docs dist kernels test test-all test-rest test-slow test-integrations test-kernels test-gpu \
+.PHONY: help install demo site docs dist kernels test test-all test-slow test-integrations test-kernels test-gpu \
   test-jit-off test-nightly house lint format clean
 
 help:            ## list the verbs
@@ -51,12 +51,11 @@ kernels: install ## compile the kernels for this processor, once, on all cores
 test: lint kernels ## lint, types, and each behaviour once: about 5 minutes on 2 cores
 	THINWIRE_EXAMPLES=25 $(PYTEST) --assert=plain $(QUICK)
 
-test-all: test test-rest ## every test that needs no GPU
+PARTS := test test-slow test-integrations docs dist test-kernels test-jit-off
+test-all: $(or $(PART),$(PARTS)) ## every test that needs no GPU; PART="docs test-slow": these parts of it
 
-test-rest: test-slow test-integrations docs dist test-kernels test-jit-off ## what `make test` leaves out of `make test-all`
-
-test-slow: kernels ## what starts programs, repeats faults or takes long, and all combinations of parameters; PART=K/N: a part
-	$(PYTEST) $(REST) $(if $(PART),--part $(PART))
+test-slow: kernels ## what starts programs, repeats faults or takes long, and all combinations of parameters; SHARE=1/4: a quarter
+	$(PYTEST) $(REST) $(if $(SHARE),--part $(SHARE))
 
 test-integrations: $(VENV)/.integrations kernels ## train with each framework of the extra `integrations`, stock and with thinwire
 	$(SUITE) -m "integrations" tests/integrations

@@ -70,20 +70,19 @@ def host(tmp_path: Path) -> Iterator[Host]:
 
 
 def is_gone(pid: int) -> bool:
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline:
+    """Wait until a process is gone; the time of the test is the limit, whatever else the machine does."""
+    while True:
         try:
             if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
                 return True
         except OSError:
             return True
         time.sleep(0.01)
-    return False
 
 
 def test_a_worker_is_a_fork_that_sees_what_a_fresh_process_would(host: Host) -> None:
     workers = [host.start("show", "--lr", "1", MARK="here"), host.start("-m", "script", "show")]
-    (out, error), (of_module, _) = workers[0].communicate(timeout=30), workers[1].communicate(timeout=30)
+    (out, error), (of_module, _) = workers[0].communicate(), workers[1].communicate()
     assert [worker.returncode for worker in workers] == [3, 3]
     assert error == ""
     about, other = json.loads(out), json.loads(of_module)
@@ -99,7 +98,7 @@ def test_a_signal_reaches_the_worker_and_its_end_is_that_of_what_torchrun_starte
     pid = int(stand_in.stdout.readline())  # type: ignore[union-attr]
     assert pid != stand_in.pid
     stand_in.terminate()
-    assert stand_in.wait(10) == -signal.SIGTERM
+    assert stand_in.wait() == -signal.SIGTERM
     assert is_gone(pid)
 
 
@@ -115,7 +114,7 @@ def test_a_worker_ends_with_the_warm_process(host: Host) -> None:
     stand_in = host.start("sleep")
     pid = int(stand_in.stdout.readline())  # type: ignore[union-attr]
     host.warm.kill()
-    assert "the warm process of the agent has ended" in stand_in.communicate(timeout=10)[1]
+    assert "the warm process of the agent has ended" in stand_in.communicate()[1]
     assert stand_in.returncode == 1
     assert is_gone(pid)
 
@@ -123,7 +122,7 @@ def test_a_worker_ends_with_the_warm_process(host: Host) -> None:
 def test_without_a_warm_process_a_worker_starts_cold_and_says_so(host: Host) -> None:
     host.warm.kill()
     host.warm.wait()
-    out, error = (worker := host.start("show")).communicate(timeout=30)
+    out, error = (worker := host.start("show")).communicate()
     assert worker.returncode == 3
     assert not json.loads(out)["warm"]
     assert "this worker starts cold" in error
@@ -137,9 +136,9 @@ def test_a_script_whose_imports_start_threads_starts_cold(tmp_path: Path) -> Non
     try:
         host.wait()
         worker = host.start("show")
-        assert not json.loads(worker.communicate(timeout=30)[0])["warm"]
+        assert not json.loads(worker.communicate()[0])["warm"]
         assert worker.returncode == 3
-        assert "starts threads, so its workers cannot be forks" in host.warm.communicate(timeout=10)[1]
+        assert "starts threads, so its workers cannot be forks" in host.warm.communicate()[1]
     finally:
         host.close()
 

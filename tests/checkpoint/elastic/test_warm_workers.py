@@ -58,7 +58,7 @@ class Host:
     def close(self) -> None:
         for process in self._started:
             process.kill()
-            process.communicate()
+            process.communicate(timeout=100)
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def is_gone(pid: int) -> bool:
 
 def test_a_worker_is_a_fork_that_sees_what_a_fresh_process_would(host: Host) -> None:
     workers = [host.start("show", "--lr", "1", MARK="here"), host.start("-m", "script", "show")]
-    (out, error), (of_module, _) = workers[0].communicate(), workers[1].communicate()
+    (out, error), (of_module, _) = workers[0].communicate(timeout=100), workers[1].communicate()
     assert [worker.returncode for worker in workers] == [3, 3]
     assert error == ""
     about, other = json.loads(out), json.loads(of_module)
@@ -114,7 +114,7 @@ def test_a_worker_ends_with_the_warm_process(host: Host) -> None:
     stand_in = host.start("sleep")
     pid = int(stand_in.stdout.readline())  # type: ignore[union-attr]
     host.warm.kill()
-    assert "the warm process of the agent has ended" in stand_in.communicate()[1]
+    assert "the warm process of the agent has ended" in stand_in.communicate(timeout=100)[1]
     assert stand_in.returncode == 1
     assert is_gone(pid)
 
@@ -122,7 +122,7 @@ def test_a_worker_ends_with_the_warm_process(host: Host) -> None:
 def test_without_a_warm_process_a_worker_starts_cold_and_says_so(host: Host) -> None:
     host.warm.kill()
     host.warm.wait()
-    out, error = (worker := host.start("show")).communicate()
+    out, error = (worker := host.start("show")).communicate(timeout=100)
     assert worker.returncode == 3
     assert not json.loads(out)["warm"]
     assert "this worker starts cold" in error
@@ -136,9 +136,9 @@ def test_a_script_whose_imports_start_threads_starts_cold(tmp_path: Path) -> Non
     try:
         host.wait()
         worker = host.start("show")
-        assert not json.loads(worker.communicate()[0])["warm"]
+        assert not json.loads(worker.communicate(timeout=100)[0])["warm"]
         assert worker.returncode == 3
-        assert "starts threads, so its workers cannot be forks" in host.warm.communicate()[1]
+        assert "starts threads, so its workers cannot be forks" in host.warm.communicate(timeout=100)[1]
     finally:
         host.close()
 

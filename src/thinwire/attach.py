@@ -171,13 +171,18 @@ class _Grouped:
                 " summed, so two runs would differ in their last bits, which torch.use_deterministic_algorithms(True)"
                 " rules out: make a plan with `thinwire plan --measure`, and pass that without fallback"
             )
-        if has_fallback and not is_on_cpu:
+        if policy is not None and isinstance(model, DistributedDataParallel):
             raise ValueError(
-                "a plan with fallback=True times steps by the clock of the processor, and gradients are on another"
-                " device: pass dataclasses.replace(plan, fallback=False)"
+                "DDP fixed its buckets when it was built, so no policy can group gradients: attach the plain module"
+                " instead; or make a plan with `thinwire plan --measure`, and build"
+                " DistributedDataParallel(model, bucket_cap_mb_list=plan.bucket_cap_mb_list())"
             )
-        if policy is not None:
-            _check_policy(model, is_on_cpu)
+        if (policy is not None or has_fallback) and not is_on_cpu:
+            raise ValueError(
+                "policies of thinwire.fuse and plans with fallback=True see by the clock of the processor when"
+                " gradients are ready, and they are on another device: make a plan with `thinwire plan --measure`,"
+                " which measures there, and pass it without fallback"
+            )
 
     def intent(self, names: tuple[str, ...], methods: Methods, is_ddp: bool, is_on_cpu: bool) -> Intent | None:
         """Return what the synchronizer is to follow, or None."""
@@ -228,20 +233,6 @@ def _group_of(model: nn.Module, process_group: Group) -> dist.ProcessGroup:
     if process_group is not None and resolve_group(process_group) != own:
         raise ValueError(f"{wrapper} averages over the ranks that it was built with: leave out process_group=")
     return own
-
-
-def _check_policy(model: nn.Module, is_on_cpu: bool) -> None:
-    if isinstance(model, DistributedDataParallel):
-        raise ValueError(
-            "DDP fixed its buckets when it was built, so no policy can group gradients: attach the plain module"
-            " instead; or make a plan with `thinwire plan --measure`, and build"
-            " DistributedDataParallel(model, bucket_cap_mb_list=plan.bucket_cap_mb_list())"
-        )
-    if not is_on_cpu:
-        raise ValueError(
-            "a policy of thinwire.fuse sees by the clock of the processor when gradients are ready, and they are on"
-            " another device: make a plan with `thinwire plan --measure`, which measures there, and pass dense=plan"
-        )
 
 
 def _check_momentum(optimizer: torch.optim.Optimizer, plans: Mapping[str, Planned], module: nn.Module) -> None:

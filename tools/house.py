@@ -23,7 +23,7 @@ import tempfile
 import threading
 import tokenize
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Container, Iterable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -65,8 +65,10 @@ def sources() -> dict[str, Path]:
 def static_measures() -> dict[str, Any]:
     """What can be read from the sources."""
     modules = sources()
-    trees = {name: ast.parse(path.read_text()) for name, path in modules.items()}
-    lines = {name: path.read_text().count("\n") for name, path in modules.items()}
+    texts = {name: path.read_text() for name, path in modules.items()}
+    trees = {name: ast.parse(text) for name, text in texts.items()}
+    nodes = {name: list(ast.walk(tree)) for name, tree in trees.items()}
+    lines = {name: text.count("\n") for name, text in texts.items()}
     folders = Counter(str(path.parent.relative_to(SOURCE)) for path in modules.values())
     classes = Counter(
         node.name
@@ -76,18 +78,19 @@ def static_measures() -> dict[str, Any]:
     )
     functions = sorted(
         ((node.end_lineno or 0) - node.lineno + 1, f"{name}.{node.name}")
-        for name, tree in trees.items()
-        for node in ast.walk(tree)
+        for name, inner in nodes.items()
+        for node in inner
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
     )
     parts, code = Counter[str](), Counter[str]()
     for name, count in lines.items():
         part = name.split(".")[1] if name.count(".") else "thinwire"
         parts[part] += count
-        code[part] += count_code(modules[name].read_text(), trees[name])
+        code[part] += count_code(texts[name], nodes[name])
     parameters = sorted(
         (found for name, tree in trees.items() for found in _parameters(tree, f"{name}.", True)), reverse=True
     )
+    found = circles(nodes)
     twice = sorted(name for name, count in classes.items() if count > 1)
     return {
         "files": len(modules),
@@ -98,13 +101,12 @@ def static_measures() -> dict[str, Any]:
         "lines_of_parts": dict(sorted(parts.items())),
         "files_of_folders": dict(sorted(folders.items())),
         "largest_folder_files": max(folders.values()),
-        "import_circles": len(circles(trees)),
-        "circles": circles(trees),
+        "import_circles": len(found),
+        "circles": found,
         "duplicate_class_names": len(twice),
         "duplicate_classes": twice,
         "longest_function_lines": functions[-1][0],
         "longest_functions": [f"{name}: {count}" for count, name in functions[:-6:-1]],
-        "dialect_words": dialect_words(),
         "most_parameters": next(count for count, name in parameters if name.split(".")[1] not in OUTSIDE),
         "callables_with_most_parameters": [f"{name}: {count}" for count, name in parameters if count > MOST_PARAMETERS],
         "median_function_lines": functions[len(functions) // 2][0],
@@ -138,13 +140,13 @@ def _parameters(node: ast.AST, prefix: str, is_public: bool) -> Iterator[tuple[i
                 yield count, f"{prefix}{inner.name}"
 
 
-def count_code(text: str, tree: ast.Module) -> int:
+def count_code(text: str, nodes: Iterable[ast.AST]) -> int:
     """Return how many lines have code: no comment, docstring or string that stands alone, and no blank line."""
     lines: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type not in NO_CODE:
             lines.update(range(token.start[0], token.end[0] + 1))
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             lines.difference_update(range(node.lineno, (node.end_lineno or 0) + 1))
     return len(lines)
@@ -158,9 +160,9 @@ def bounds() -> dict[str, int]:
     return found
 
 
-def circles(trees: dict[str, ast.Module]) -> list[list[str]]:
-    """Modules that import each other: strongly connected components of more than one."""
-    arrows = {name: set(_imported(tree, trees)) - {name} for name, tree in trees.items()}
+def circles(modules: dict[str, list[ast.AST]]) -> list[list[str]]:
+    """Modules, each with all its nodes, that import each other: strongly connected components of more than one."""
+    arrows = {name: set(_imported(nodes, modules)) - {name} for name, nodes in modules.items()}
     order: list[str] = []
     seen: set[str] = set()
     for name in arrows:
@@ -191,9 +193,9 @@ def _visit(start: str, arrows: dict[str, set[str]], seen: set[str], order: list[
             stack += [(target, False) for target in sorted(arrows[name]) if target not in seen]
 
 
-def _imported(tree: ast.AST, modules: dict[str, ast.Module]) -> Iterator[str]:
+def _imported(nodes: Iterable[ast.AST], modules: Container[str]) -> Iterator[str]:
     """Modules that this one imports, also inside functions and for type checkers: those hide a circle, and cut none."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("thinwire"):
             for alias in node.names:
                 inner = f"{node.module}.{alias.name}"
@@ -268,7 +270,7 @@ def _decide_alike_everywhere() -> None:
 
 def measures() -> dict[str, Any]:
     """All measures of the house."""
-    found = static_measures()
+    found = static_measures() | {"dialect_words": dialect_words()}
     for scheme in ("zen", "auto"):
         files = files_of_a_gradient(scheme)
         found[f"files_of_a_gradient_{scheme}"] = len(files)

@@ -36,7 +36,7 @@ lint: install    ## ruff and the type checker
 	$(BIN)/ruff format --check .
 	$(BIN)/pyrefly check
 
-# Of large products few combinations, and few examples of what hypothesis draws: see tests/common/selection.py.
+# Each law on all pairs of its parameters, and few examples of what hypothesis draws: see tests/common/selection.py.
 # Four workers on two cores: ranks wait for each other, for links and for limits, so fewer leave the cores idle.
 # What fails runs once more, alone; what passes then is named last, as flaky.
 SUITE  := $(BIN)/python tools/suite.py

@@ -1,14 +1,14 @@
-"""Which items of a function with many of them run: with ``--pairs`` each value of each parameter with two of each other
-parameter, with ``--rest`` the others, the slow ones, and what hypothesis draws, of which there are more.
+"""Which items of a function with many of them run: with ``--pairs`` so many that each two values meet, with ``--rest``
+the others, the slow ones, and what hypothesis draws, of which there are more.
 
-Most of what breaks in a product of parameters breaks for one value, or for two together: of 936 items of 39 schemes x
-6 sizes x 4 dtypes, 78 have each scheme with two sizes and with two dtypes, and each size with each dtype. (All pairs
-would be 234 items.) `make test` runs those, `make test-slow` the others; without either option all run.
+Most of what breaks in a product of parameters breaks for one value, or for two together: 936 items of 39 schemes x
+6 sizes x 4 dtypes are 234 that have each scheme with each size, each scheme with each dtype, and each size with each
+dtype. `make test` runs those, `make test-slow` the others; without either option all run.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from itertools import combinations
 from typing import Any
@@ -17,12 +17,11 @@ from zlib import crc32
 import pytest
 
 MANY = 24  # items of a function; of fewer, all run
-PARTNERS = 2
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("selection")
-    group.addoption("--pairs", action="store_true", help="of products of parameters, each value with two of each other")
+    group.addoption("--pairs", action="store_true", help="of products of parameters, items that cover all pairs")
     group.addoption("--rest", action="store_true", help="what `-m 'not slow' --pairs` leaves out or cuts short")
     group.addoption("--part", default="0/1", metavar="K/N", help="of the slow tests the K-th of N parts, K any number")
 
@@ -54,33 +53,18 @@ def _first(items: Sequence[pytest.Item]) -> list[pytest.Item]:
     return list(items) if len(rows[0]) < 2 else [items[number] for number in covering(rows)]
 
 
-def covering(rows: Sequence[dict[str, Any]], partners: int = PARTNERS) -> list[int]:
-    """The numbers of rows in which each value meets so many values of each other parameter, or all that it has.
+def covering(rows: Sequence[dict[str, Any]]) -> list[int]:
+    """The numbers of rows in which any two values meet that meet in any row; the row with the most new pairs first.
 
-    >>> covering([{"a": a, "b": b} for a in (0, 1, 2) for b in (0, 1, 2)])
-    [0, 1, 2, 3, 4, 6, 8]
+    >>> covering([{"a": a, "b": b, "c": c} for a in (0, 1) for b in (0, 1) for c in (0, 1)])
+    [0, 3, 5, 6]
     """
-    entries = [sorted(map(_value, row.items())) for row in rows]
-    pairs = [[pair for one, two in combinations(row, 2) for pair in ((one, two), (two, one))] for row in entries]
-    there = Counter((one, two[0]) for one, two in set().union(*pairs))
-    missing = {side: min(partners, count) for side, count in there.items()}
-    met = set[object]()
-    used = Counter[tuple[str, str]]()
-    kept: list[int] = []
-
-    def worth(number: int) -> tuple[int, int]:
-        """How many meetings a row adds that are asked for; and of equal ones, values that were seldom used."""
-        asked = sum((one, two[0]) in missing and (one, two) not in met for one, two in pairs[number])
-        return asked, -sum(map(used.__getitem__, entries[number]))
-
+    pairs = [set(combinations(sorted(map(_value, row.items())), 2)) for row in rows]
+    missing = set().union(*pairs)
+    kept = []
     while missing:
-        best = max(range(len(rows)), key=worth)
-        for one, two in set(pairs[best]) - met:
-            left = missing.pop((one, two[0]), 0) - 1
-            if left > 0:
-                missing[one, two[0]] = left
-        met.update(pairs[best])
-        used.update(entries[best])
+        best = max(range(len(rows)), key=lambda number: len(pairs[number] & missing))
+        missing -= pairs[best]
         kept.append(best)
     return sorted(kept)
 

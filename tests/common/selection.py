@@ -4,6 +4,9 @@ parameter, with ``--rest`` the others, the slow ones, and what hypothesis draws,
 Most of what breaks in a product of parameters breaks for one value, or for two together: of 936 items of 39 schemes x
 6 sizes x 4 dtypes, 78 have each scheme with two sizes and with two dtypes, and each size with each dtype. (All pairs
 would be 234 items.) `make test` runs those, `make test-slow` the others; without either option all run.
+
+Where an item starts ranks or takes long, `@pytest.mark.few(N)` says how many of a function are enough for `make test`:
+they are spread evenly, with the first and the last.
 """
 
 from __future__ import annotations
@@ -50,8 +53,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _first(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    if (few := items[0].get_closest_marker("few")) is not None:
+        return [items[number] for number in spread(len(items), *few.args)]
     rows = [getattr(item, "callspec").params for item in items] if len(items) >= MANY else [{}]  # noqa: B009
     return list(items) if len(rows[0]) < 2 else [items[number] for number in covering(rows)]
+
+
+def spread(count: int, few: int) -> list[int]:
+    """So many numbers below a count, evenly spread from the first to the last.
+
+    >>> spread(11, 4), spread(4, 1), spread(2, 5)
+    ([0, 3, 7, 10], [0], [0, 1])
+    """
+    few = min(few, count)
+    return [round(number * (count - 1) / max(few - 1, 1)) for number in range(few)]
 
 
 def covering(rows: Sequence[dict[str, Any]], partners: int = PARTNERS) -> list[int]:

@@ -129,7 +129,7 @@ MODES: dict[str, tuple[dict[str, Any], list[str]]] = {
 }
 
 
-OFTEN = "sparse", "tied", "bucket view", "accumulation"
+OFTEN = "sparse", "tied"
 
 
 @pytest.mark.parametrize(
@@ -447,6 +447,7 @@ def strike_at(weight: Tensor, sync: thinwire.Synchronizer, how: str) -> Any:
     return weight.register_hook(strike)
 
 
+@pytest.mark.few(2)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("how", ["unused parameters", "exception", "detach"])
 def test_no_bucket_waits_forever(how: str) -> None:

@@ -84,6 +84,7 @@ def _refused(context: RankContext, ddp: bool) -> None:
         step(net, 5)  # as stock does
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("ddp", [True, False])
 def test_a_changed_model_is_refused_on_all_ranks(ddp: bool) -> None:
     run_ranks(_refused, ddp, world_size=2)
@@ -137,6 +138,7 @@ def _scripted(context: RankContext) -> None:
         torch.testing.assert_close(trained[1], trained[0])
 
 
+@pytest.mark.slow
 def test_parts_may_be_compiled_by_torchscript() -> None:
     run_ranks(_scripted, world_size=2)
 

@@ -132,6 +132,7 @@ def _raise_unless_inert(twin: nn.Module) -> None:
     raise ValueError("there is no hook of thinwire")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp", "dense ddp", "plain"])
 def test_copies_and_files_of_an_attached_model_are_models_without_thinwire(kind: str) -> None:
     run_ranks(_copies, kind, world_size=2, timeout_seconds=60)
@@ -450,6 +451,7 @@ def _ignored(context: RankContext, compress: bool) -> None:
         torch.testing.assert_close(mine, stock, atol=0.02 if compress else 1e-6, rtol=0.02 if compress else 1e-5)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("compress", [False, True])
 def test_parameters_that_ddp_ignores_are_left_alone(compress: bool) -> None:
     run_ranks(_ignored, compress, world_size=2, timeout_seconds=60)
@@ -475,6 +477,7 @@ def _join(context: RankContext, first_batches: int) -> None:
         train(model, context.rank, batches)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("first_batches", [0, 1])
 def test_join_trains_as_stock_and_another_divisor_is_refused_on_all_ranks(first_batches: int) -> None:
     run_ranks(_join, first_batches, world_size=2, timeout_seconds=60)
@@ -687,6 +690,7 @@ def _another_number(context: RankContext, shared: Path) -> None:
     attachment.detach()
 
 
+@pytest.mark.slow
 def test_each_rank_reads_the_file_that_it_wrote(tmp_path: Path) -> None:
     run_ranks(_file_each, tmp_path, world_size=3, timeout_seconds=60)
     run_ranks(_another_number, tmp_path, world_size=2, timeout_seconds=60)

@@ -56,6 +56,7 @@ def _trains(context: RankContext, wrapped: bool, options: dict[str, Any]) -> lis
     assert all(map(torch.equal, *found))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("scheme", ["auto", "zen", "two_level:zen"])
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_one_rank_trains_as_without_thinwire(wrapped: bool, scheme: str) -> None:

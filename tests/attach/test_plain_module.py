@@ -211,6 +211,7 @@ def _frozen_in_between(context: RankContext) -> None:
     sync.detach()
 
 
+@pytest.mark.slow
 def test_what_is_frozen_after_the_forward_stays_without_gradient() -> None:
     run_ranks(_frozen_in_between, world_size=2, timeout_seconds=60)
 
@@ -274,6 +275,7 @@ def _stale(context: RankContext, as_view: bool, replaces: bool) -> None:
         torch.testing.assert_close(mine, stock, atol=1e-7, rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replaces", [False, True])
 @pytest.mark.parametrize("as_view", [False, True])
 def test_rows_are_not_known_when_a_hook_on_the_node_edits_the_gradient(as_view: bool, replaces: bool) -> None:
@@ -299,6 +301,7 @@ def _steps_in_a_hook(context: RankContext, when: str, zeroes: bool) -> None:
         module(batch(context, 0)).sum().backward()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("zeroes", [False, True])
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_an_optimizer_that_steps_in_a_hook_is_refused(when: str, zeroes: bool) -> None:
@@ -335,6 +338,7 @@ def _checkpointed(context: RankContext, sparse: bool) -> None:
     sync.detach()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("sparse", [False, True])
 def test_reentrant_checkpointing_is_one_synchronization(sparse: bool) -> None:
     run_ranks(_checkpointed, sparse, world_size=2, timeout_seconds=60)
@@ -364,6 +368,7 @@ def _checkpointed_ddp(context: RankContext, static_graph: bool) -> float:
     return steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("static_graph", [False, True])
 def test_steps_of_ddp_with_reentrant_checkpointing_are_counted_once(static_graph: bool) -> None:
     found = run_ranks(_checkpointed_ddp, static_graph, world_size=2, timeout_seconds=60)
@@ -425,6 +430,7 @@ def _own_sparse(context: RankContext, first: str) -> None:
     sync.detach()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["all", "none", "one"])
 def test_sparse_gradients_of_functions_of_users(first: str) -> None:
     run_ranks(_own_sparse, first, world_size=2, timeout_seconds=60)
@@ -566,6 +572,7 @@ def _edited_later(context: RankContext, how: str) -> None:
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["node", "accumulation"])
 def test_gradients_that_hooks_edit_after_they_were_added(how: str) -> None:
     run_ranks(_edited_later, how, world_size=2, timeout_seconds=60)
@@ -602,6 +609,7 @@ def _in_pairs(context: RankContext, kind: str) -> None:
         thinwire.attach(Net(), process_group=whole)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["mesh", "group"])
 def test_a_plain_module_is_synchronized_over_the_group_it_is_given(kind: str) -> None:
     run_ranks(_in_pairs, kind, world_size=4, timeout_seconds=60)

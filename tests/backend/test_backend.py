@@ -300,6 +300,7 @@ def _sends(context: RankContext, coded: float) -> tuple[list[bool], str]:
     return coded_steps, backend.stats()["send" if context.rank == 0 else "recv"]["reason"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("coded", [0.5, pytest.param(2.0, marks=pytest.mark.slow)])
 def test_a_sender_decides_for_itself(coded: float) -> None:
     (coded_steps, reason), _ = (
@@ -425,6 +426,7 @@ def _unusual_calls(context: RankContext, group_of: str) -> dict[str, Any]:
     return results
 
 
+@pytest.mark.slow
 def test_unusual_calls_give_what_gloo_gives() -> None:
     stock, ours = (
         [outcome.value for outcome in run_ranks(_unusual_calls, word, world_size=2, init_process_group=False)]
@@ -561,6 +563,7 @@ def parameters(every_run: Sequence[str], others: Sequence[str]) -> list[Any]:
     return [*every_run, *(pytest.param(name, marks=pytest.mark.slow) for name in others)]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "kind", parameters(["rows", "ddp"], ["all_reduce", "functional", "reduce_scatter", "all_gather"])
 )
@@ -582,6 +585,7 @@ def test_settings_that_make_no_sense_are_refused() -> None:
         backend.stats()
 
 
+@pytest.mark.slow
 def test_torch_alone_loads_no_module_of_thinwire() -> None:
     """The entry point registers the word; the first group loads the rest."""
     code = (

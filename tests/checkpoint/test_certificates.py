@@ -96,6 +96,7 @@ def differs(context: RankContext, socket: str) -> list[list[str]]:
     return said
 
 
+@pytest.mark.slow
 def test_ranks_that_load_what_differs_say_so_at_once_and_go_on_comparing(socket: str) -> None:
     for rank, outcome in enumerate(run_ranks(differs, socket, world_size=2, timeout_seconds=60)):
         alarm, restored, raised, off = outcome.value

@@ -116,6 +116,7 @@ def test_steps_that_come_through_the_hook_are_copied_beside_the_training(world: 
     assert training.notices.last == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("warm_ups", [0, 2])
 def test_replays_of_a_step_that_was_captured_tear_no_version(world: World, warm_ups: int) -> None:
     training = Training(world)

@@ -314,6 +314,7 @@ def test_a_killed_holder_does_not_stop_training(hosts: Hosts, undisturbed: list[
     assert stats["checkpoint/replicated_step"] >= 10
 
 
+@pytest.mark.slow
 def test_the_persistent_tier_is_read_when_the_memory_is_gone(hosts: Hosts, undisturbed: list[list[Tensor]]) -> None:
     """Bitwise too, in what differs between ranks; a checkpoint that is damaged gives way to the one before."""
     hosts.start("a")

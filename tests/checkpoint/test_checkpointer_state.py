@@ -115,6 +115,7 @@ def goes_on(context: RankContext, sockets: list[str]) -> None:
         assert same(again.state(), first.state())
 
 
+@pytest.mark.slow
 def test_several_optimizers_and_values_of_numpy_go_on_bitwise(sockets: list[str]) -> None:
     """Each optimizer waits for the copy; a ZeroRedundancyOptimizer goes on with this rank's share."""
     run_ranks(goes_on, sockets, world_size=2, timeout_seconds=45)
@@ -217,6 +218,7 @@ def finds(context: RankContext, sockets: list[str]) -> None:
             assert checkpointer.stats()["checkpoint/versions"] == 6, "warned of, and training goes on"
 
 
+@pytest.mark.slow
 def test_one_flipped_bit_is_found_and_undone(sockets: list[str]) -> None:
     run_ranks(finds, sockets, world_size=4, timeout_seconds=60)
 

@@ -151,6 +151,7 @@ def restore_and_wait(context: RankContext, sockets: list[str]) -> tuple[int | No
         return restored, newest
 
 
+@pytest.mark.slow
 def test_copies_are_there_again_before_the_first_step_after_a_lost_host(sockets: list[str]) -> None:
     """Until then a second loss would cost them; and the first step may take minutes, to compile or to load data."""
     a, b, _ = sockets
@@ -177,6 +178,7 @@ def test_a_holder_outside_of_the_job_sends_what_the_job_lacks(sockets: list[str]
     assert start([c, b], 0, replicas=1)[0] is None
 
 
+@pytest.mark.slow
 def test_the_hosts_that_stand_by_are_asked_where_nobody_here_knows_the_run(
     sockets: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,6 +193,7 @@ def test_the_hosts_that_stand_by_are_asked_where_nobody_here_knows_the_run(
     assert start([c], 1, replicas=1)[0] is None
 
 
+@pytest.mark.slow
 def test_two_trainings_of_one_name_that_never_met_are_said(sockets: list[str]) -> None:
     """A host that took part in one of them is given the state of the other: once, with the hosts of both."""
     a, _, c = sockets
@@ -491,6 +494,7 @@ def publishes_on_one(context: RankContext, socket: str, directory: str) -> tuple
     return on_disk(Path(directory)), float(checkpointer.stats()["checkpoint/persistent_errors"])
 
 
+@pytest.mark.slow
 def test_a_rank_without_a_version_keeps_nobody_waiting(socket: str, tmp_path: Path) -> None:
     """The others learn that it has nothing to save, and the next one is saved."""
     for outcome in run_ranks(publishes_on_one, socket, str(tmp_path / "disk"), world_size=2, timeout_seconds=60):

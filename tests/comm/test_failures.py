@@ -131,6 +131,7 @@ def _fails_in_backward(context: RankContext, kind: str, where: str) -> tuple[flo
     return seconds, errors
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("where", ["below", "above"])
 @pytest.mark.parametrize("kind", ["ddp", "plain"])
 def test_an_exception_in_backward_of_one_rank_reaches_all(kind: str, where: str) -> None:
@@ -305,6 +306,7 @@ def _ends_in_the_middle(context: RankContext, job: Callable[[Lane], None], how: 
     return failed, time.monotonic() - started
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("how", ["killed", "hangs up"])
 @pytest.mark.parametrize("job", [_swaps, _streams])
 def test_a_rank_that_ends_in_the_middle_of_large_messages(job: Callable[[Lane], None], how: str) -> None:
@@ -342,6 +344,7 @@ def _waits_for_what_is_gone(context: RankContext, of_everyone: bool) -> str:
     return str(caught.value)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("of_everyone", [False, True])
 def test_a_wait_for_a_peer_that_is_gone_ends_although_gloo_does_not_end_it(of_everyone: bool) -> None:
     outcomes = run_ranks(_waits_for_what_is_gone, of_everyone, world_size=3, timeout_seconds=TIMEOUT.seconds - 5)
@@ -397,6 +400,7 @@ def _never_answered(context: RankContext, kind: str) -> tuple[float, str]:
     return seconds, type(caught.value).__name__
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["ddp", "plain"])
 def test_backward_ends_although_gloo_does_not_end_a_wait_of_its_job(kind: str) -> None:
     outcomes = run_ranks(_never_answered, kind, world_size=2, timeout_seconds=TIMEOUT.seconds - 5)

@@ -65,6 +65,7 @@ def _check_kill(scheme: str, at: int) -> None:
     print(f"{scheme} killed at {at}: slowest notice {max(seconds):.3f} s")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("scheme", "at"), [("zen", 1), ("column_split", 4), ("two_level:zen", 3)])
 def test_a_rank_is_killed_at_some_points(scheme: str, at: int) -> None:
     _check_kill(scheme, at)

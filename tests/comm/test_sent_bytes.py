@@ -48,6 +48,7 @@ def _train(context: RankContext, is_sparse: bool) -> tuple[float, int]:
     return stats["comm/bytes_sent"] + stats["comm/setup_bytes"], seen
 
 
+@pytest.mark.few(1)
 @needs_namespaces
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("is_sparse", [True, False])

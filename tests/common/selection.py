@@ -4,6 +4,9 @@ the others, the slow ones, and what hypothesis draws, of which there are more.
 Most of what breaks in a product of parameters breaks for one value, or for two together: 936 items of 39 schemes x
 6 sizes x 4 dtypes are 234 that have each scheme with each size, each scheme with each dtype, and each size with each
 dtype. `make test` runs those, `make test-slow` the others; without either option all run.
+
+Where an item starts ranks or takes long, `@pytest.mark.few(N)` says how many of a function are enough for `make test`:
+they are spread evenly, with the first and the last.
 """
 
 from __future__ import annotations
@@ -49,8 +52,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _first(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    if (few := items[0].get_closest_marker("few")) is not None:
+        return [items[number] for number in spread(len(items), *few.args)]
     rows = [getattr(item, "callspec").params for item in items] if len(items) >= MANY else [{}]  # noqa: B009
     return list(items) if len(rows[0]) < 2 else [items[number] for number in covering(rows)]
+
+
+def spread(count: int, few: int) -> list[int]:
+    """So many numbers below a count, evenly spread from the first to the last.
+
+    >>> spread(11, 4), spread(4, 1), spread(2, 5)
+    ([0, 3, 7, 10], [0], [0, 1])
+    """
+    few = min(few, count)
+    return [round(number * (count - 1) / max(few - 1, 1)) for number in range(few)]
 
 
 def covering(rows: Sequence[dict[str, Any]]) -> list[int]:

@@ -125,7 +125,7 @@ def arrived(compressor: Compressor, payload: Payload, state: State) -> Tensor:
 
 
 @pytest.mark.parametrize("name", FEEDBACK)
-@settings(max_examples=25)
+@settings(max_examples=min(25, settings.default.max_examples // 3))
 @given(steps=gradients)
 def test_what_arrives_and_what_is_kept_are_what_was_given(name: str, steps: list[tuple[str, int]]) -> None:
     """To the rounding of float32, and of the products of factors where there are any."""
@@ -143,7 +143,7 @@ def test_what_arrives_and_what_is_kept_are_what_was_given(name: str, steps: list
 
 
 @pytest.mark.parametrize("method", SPARSIFIERS)
-@settings(max_examples=25)
+@settings(max_examples=min(25, settings.default.max_examples // 3))
 @given(steps=gradients, density=st.sampled_from([0.001, 0.01, 0.1, 0.5, 0.9]))
 def test_counts_of_any_gradient(method: str, steps: list[tuple[str, int]], density: float) -> None:
     """As many as promised, or all that are not zero if there are fewer."""

@@ -228,6 +228,7 @@ def case_id(part: Any) -> str:
     return str(part) if isinstance(part, (int, torch.dtype)) else name_of(part)
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize(("scheme", "world_size", "dtype"), CASES, ids=case_id)
 def test_sums_of_rows_are_the_same_with_coded_values(scheme: Any, world_size: int, dtype: torch.dtype) -> None:
     plain = [outcome.get() for outcome in summed(world_size, scheme, False, dtype)]

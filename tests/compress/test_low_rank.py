@@ -466,6 +466,7 @@ def test_bad_settings_are_refused_with_advice(make: Callable[[], object], says: 
         make()
 
 
+@pytest.mark.few(5)
 @every_method
 @pytest.mark.parametrize("shape", [(37, 53), (64, 3, 5, 5), (1023,)], ids=str)
 def test_ef21_follows_the_mean_of_momenta(method: Compressor, shape: tuple[int, ...]) -> None:

@@ -121,6 +121,7 @@ def test_every_shape_travels_in_the_bytes_that_were_said(
     assert torch.equal(rest, gradient - result)
 
 
+@pytest.mark.few(10)
 @every_unbiased
 @pytest.mark.parametrize("salted_by", ["rank", "step"])
 def test_unbiased_methods_are(compressor: Compressor, salted_by: str) -> None:
@@ -406,6 +407,7 @@ def test_a_state_that_was_saved_continues_bitwise(compressor: Compressor) -> Non
         assert all(map(torch.equal, one.parts, other.parts))
 
 
+@pytest.mark.few(12)
 @every_method
 @given(data=st.data())
 @settings(deadline=None, max_examples=min(40, settings.default.max_examples))

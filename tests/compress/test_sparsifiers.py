@@ -261,6 +261,7 @@ def test_counts_keep_their_promise(method: str, distribution: str, density: floa
             assert float(rest.max()) <= float(values.abs().min())
 
 
+@pytest.mark.few(6)
 @every_threshold_method
 @pytest.mark.parametrize(("distribution", "within"), [("normal", 0.34), ("laplace", 0.34)])
 def test_estimates_are_near(method: str, distribution: str, within: float) -> None:

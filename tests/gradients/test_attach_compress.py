@@ -206,6 +206,7 @@ def _plain_exact(context: RankContext) -> None:
         assert not torch.equal(gathered[0], gathered[1]), "after detach gradients stay where they are"
 
 
+@pytest.mark.slow
 def test_a_plain_module_trains_as_stock_ddp() -> None:
     run_ranks(_plain_exact, world_size=3, timeout_seconds=120)
 
@@ -314,6 +315,7 @@ def _named_tables(context: RankContext, patterns: dict[str, Any], kind: str, has
     sync.detach()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("has_ddp", [True, False])
 def test_a_pattern_that_names_tables_alone_compresses_them(has_ddp: bool) -> None:
     bf16 = thinwire.compress.bf16()

@@ -127,6 +127,7 @@ RESUMED = [(method, "auto") for method in METHODS]
 RESUMED += [(method, "two_shot") for method in METHODS if method not in SUMMED_ONLY]
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize(("method", "exchange"), RESUMED)
 def test_a_resumed_run_is_bitwise_the_same(method: str, exchange: str) -> None:
     def run(network: LoopbackExchange) -> bool:

@@ -162,6 +162,7 @@ def step_on(exchange: LoopbackExchange, scheme: str, sparse: bool, fused: bool) 
     }
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("sparse", [True, False], ids=["sparse", "dense"])
 @pytest.mark.parametrize("scheme", [AUTO, "zen", "agsparse", "sparse_ps", "column_split", "zen_elements", "omnireduce"])
 def test_together_is_the_same_as_alone(scheme: str, sparse: bool) -> None:

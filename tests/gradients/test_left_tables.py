@@ -189,6 +189,7 @@ def test_a_trial_in_which_rows_are_slower_leaves_no_hook(by_module: bool) -> Non
     assert reason.startswith("stock DDP: a step with rows takes 3.20 times as long")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by_module", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_trial_in_which_rows_are_faster_keeps_them(by_module: bool) -> None:
     first, *others = [one.value for one in run_ranks(_plays, by_module, 0.2, world_size=2, timeout_seconds=60)]
@@ -269,6 +270,7 @@ def _profiles(context: RankContext, how: str) -> set[str]:
     return {name for name in found if name.startswith(("all_reduce ", "synchronize "))}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", RANGES)
 def test_a_profile_shows_each_job_by_name_whatever_thread_runs_it(how: str) -> None:
     """As `torch.profiler.profile()` is called by everybody, without the ranges of other threads."""
@@ -297,6 +299,7 @@ def _fail(*arguments: object) -> None:
     raise told(ValueError("on all ranks"), 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", RANGES)
 def test_a_range_of_the_profiler_ends_before_its_backward(how: str) -> None:
     """A profile may end with backward, and frees the memory into which torch writes the end of a range."""

@@ -216,6 +216,7 @@ def _mixed(context: RankContext) -> None:
         check_steps(context, wrap, exact=exact, native=native, dense=how).detach()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_each_parameter_has_its_own_exact_sum(world_size: int) -> None:
     run_ranks(_mixed, world_size=world_size, timeout_seconds=110)
@@ -514,6 +515,7 @@ def _fails(context: RankContext, how: str, kind: str) -> tuple[float, str]:
     return time.monotonic() - started, error
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("how", "kind"), [("backward", "ddp"), ("dies", "ddp"), ("encode", "plain"), ("code", "ddp")])
 def test_a_failure_of_one_rank_reaches_all_at_once(how: str, kind: str) -> None:
     for outcome in run_ranks(_fails, how, kind, world_size=3, timeout_seconds=60, check=False):

@@ -124,6 +124,7 @@ def _full_table(context: RankContext, scheme: str, how: str) -> None:
         sync.detach()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("scheme", "how"), [("auto", "DDP"), ("dense", "DDP"), ("auto", "plain"), ("dense", "plain")])
 def test_a_dense_table_goes_with_its_bucket(scheme: str, how: str) -> None:
     """By the group of the model, from the hook, and not over the lane, where it would be copied to the host."""

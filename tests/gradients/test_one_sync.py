@@ -149,6 +149,7 @@ def test_a_rank_may_have_no_pass_at_all() -> None:
     run_ranks(_one_has_no_batch, world_size=2, timeout_seconds=60)
 
 
+@pytest.mark.slow
 def test_a_step_of_many_passes_is_sent_once() -> None:
     run_ranks(_steps, world_size=2, timeout_seconds=60)
 

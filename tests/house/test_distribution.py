@@ -76,6 +76,7 @@ def test_the_wheel_has_the_package_and_nothing_else(dist: Path) -> None:
     assert not [name for name in names if "test_" in name or name.endswith((".pyc", ".nbi", ".nbc"))]
 
 
+@pytest.mark.slow
 def test_the_sdist_builds_the_wheel_of_the_sources(dist: Path, tmp_path: Path) -> None:
     (from_sdist,) = dist.glob("*.whl")
     _build(ROOT, tmp_path, "--wheel")

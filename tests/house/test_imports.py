@@ -239,6 +239,7 @@ def test_attaching_loads_no_optional_package() -> None:
     assert not (after - before) & set(OWNERS)
 
 
+@pytest.mark.slow
 def test_every_public_name_is_there() -> None:
     """Also after importing a module that has the name of a function."""
     code = "from importlib import import_module; import_module('thinwire.attach'); import thinwire; "

@@ -7,7 +7,7 @@ from itertools import combinations, product
 import pytest
 
 from loops import for_each
-from selection import covering
+from selection import covering, spread
 
 SIZES = {"scheme": 39, "world_size": 6, "dtype": 4, "layout": 2}
 ROWS = [dict(zip(SIZES, row, strict=True)) for row in product(*map(range, SIZES.values()))]
@@ -28,6 +28,11 @@ def test_each_two_values_meet_in_hardly_more_rows_than_they_need(number: int) ->
 def test_pairs_that_no_item_has_are_not_asked_for() -> None:
     rows = [row for row in ROWS if row["scheme"] % 2 == row["dtype"] % 2]
     assert pairs([rows[place] for place in covering(rows)]) == pairs(rows)
+
+
+def test_few_are_spread_from_the_first_to_the_last() -> None:
+    assert (spread(11, 4), spread(4, 1), spread(2, 5)) == ([0, 3, 7, 10], [0], [0, 1])
+    assert all(len(set(spread(count, few))) == min(count, few) for count in range(1, 40) for few in range(1, 40))
 
 
 def test_a_loop_names_all_that_fail() -> None:

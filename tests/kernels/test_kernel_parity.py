@@ -235,6 +235,7 @@ def test_sum_rows_at_takes_pieces_one_by_one() -> None:
     assert log == [0, 1, 2]
 
 
+@pytest.mark.few(14)
 @every_size
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8, 64, 1000])
 def test_deal(size: int, world_size: int) -> None:

@@ -28,6 +28,7 @@ def _step(exchange: LoopbackExchange, layout: str, scheme: str) -> torch.Tensor:
     return table.store(held, synchronize(held, point, channel))
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("layout", ["dense", "known", "sparse"])
 @pytest.mark.parametrize("scheme", ["zen", "column_split", "dense_ring"])
 def test_a_trace_of_a_step_shows_all_ranges(layout: str, scheme: str) -> None:

@@ -131,6 +131,7 @@ def test_equal_steps_have_the_bits_of_the_plain_mean(codec: Dense) -> None:
         assert torch.equal(once[0]["first"], plain[0] + plain[1] + plain[2])
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("bad", [(1,), (0, 2), (0, 1, 2, 3)])
 @pytest.mark.parametrize("codec", ["native", compress.top_k(0.1), compress.qsgd()])
 @pytest.mark.parametrize("value", [math.nan, math.inf, 1e30])
@@ -319,6 +320,7 @@ CODECS: dict[str, tuple[Dense, str]] = {
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", CODECS)
 def test_nothing_is_lost_but_delayed(name: str) -> None:
     """What arrived, and what is owed, is the sum of all weighted differences."""
@@ -346,6 +348,7 @@ def test_nothing_is_lost_but_delayed(name: str) -> None:
         torch.testing.assert_close(ranks[0][0][one].flatten() + rest, total, rtol=0, atol=5e-5)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", CODECS)
 def test_a_round_that_is_not_committed_is_sent_again_alike(name: str) -> None:
     codec, exchange = CODECS[name]
@@ -370,6 +373,7 @@ def test_a_round_that_is_not_committed_is_sent_again_alike(name: str) -> None:
         torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("codec", [None, *CODECS])
 def test_a_restored_averager_goes_on_with_the_same_bits(codec: str | None) -> None:
     chosen, exchange = CODECS[codec] if codec else ("native", "auto")
@@ -390,6 +394,7 @@ def test_a_restored_averager_goes_on_with_the_same_bits(codec: str | None) -> No
     assert all_equal([*undisturbed, *results(2, lambda network: train(network, True))])
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("name", CODECS)
 @pytest.mark.parametrize(("before", "after"), [(4, 3), (4, 1), (2, 3)])
 def test_ranks_that_go_on_with_others_still_owe_what_they_owed(name: str, before: int, after: int) -> None:

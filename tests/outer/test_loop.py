@@ -162,6 +162,7 @@ def _anchors_agree(context: RankContext, recipe: OuterRecipe, options: dict[str,
     sync.detach()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("recipe", "options", "dtype"),
     [
@@ -255,6 +256,7 @@ def flat(state: Mapping[str, Tensor], like: nn.Module) -> Tensor:
     return torch.cat([state[name].double().reshape(-1) for name, _ in like.named_parameters()])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "options"),
     [
@@ -296,6 +298,7 @@ def _uneven(context: RankContext) -> None:
         sync.synchronize()
 
 
+@pytest.mark.slow
 def test_uneven_numbers_of_steps_meet_again() -> None:
     run_ranks(_uneven, world_size=3, timeout_seconds=60)
 
@@ -631,6 +634,7 @@ def _fewer_ranks(context: RankContext, options: dict[str, Any]) -> None:
     sync.detach()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"dense": error_feedback(top_k(0.1))}], ids=["exact", "compressed"])
 def test_states_of_all_ranks_fit_another_number_of_ranks(options: dict[str, Any]) -> None:
     run_ranks(_fewer_ranks, options, world_size=2, timeout_seconds=60)
@@ -651,6 +655,7 @@ def _loads_too_late(context: RankContext, recipe: OuterRecipe) -> None:
     sync.detach()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("recipe", [diloco(every=4), shadow_sync()], ids=["diloco", "shadow"])
 def test_a_model_that_is_loaded_after_attach_is_refused(recipe: OuterRecipe) -> None:
     run_ranks(_loads_too_late, recipe, world_size=2, timeout_seconds=60)

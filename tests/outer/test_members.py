@@ -298,6 +298,7 @@ STREAMING = diloco(every=8, fragments=2, delay=3, mix=0.5, min_ranks=1)
 SPARSE = diloco(every=8, momentum=0.0, nesterov=False, lr=1.0, fragments=2, delay=5, min_ranks=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "options"),
     [

@@ -229,6 +229,7 @@ SHADOWS: dict[str, tuple[OuterRecipe, Callable[[], UpdateCenter]]] = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("algorithm", "ranks"),
     [

@@ -94,6 +94,7 @@ def near(expected: float) -> object:
     return pytest.approx(expected, rel=1e-9, abs=1e-15)
 
 
+@pytest.mark.slow
 def test_cupcake_is_as_good_as_any_grouping() -> None:
     for seed in range(400):
         profile = random_profile(seed)

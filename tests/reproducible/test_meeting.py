@@ -40,6 +40,7 @@ def model_of(number: int) -> nn.Module:
 MEETINGS = [found for found in itertools.product(STATES, repeat=3) if possible(found)]
 
 
+@pytest.mark.few(20)
 @pytest.mark.parametrize("states", MEETINGS, ids=", ".join)
 def test_who_meets_agrees_on_the_step_and_deals_what_is_missing(states: tuple[str, ...]) -> None:
     steps = []

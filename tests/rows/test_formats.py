@@ -44,6 +44,7 @@ def bits(values: Tensor) -> Tensor:
     return values.contiguous().view(torch.uint8)
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("dtype", SUPPORTED_DTYPES, ids=str)
 @settings(max_examples=min(40, settings.default.max_examples))

@@ -116,6 +116,7 @@ def test_the_bits_of_the_lane_and_the_predicted_bytes(hosts: str, between: str) 
                 assert steps[step][3] == sent_bytes(plans, pushed, unions, rank)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("between", ["zen", "agsparse_coded"])
 def test_stacked_tables_have_the_bits_of_tables_alone(between: str) -> None:
     """Some of them in one level: all share the messages of a step."""
@@ -207,6 +208,7 @@ def test_a_failure_with_the_sums_is_never_taken_for_a_gradient(is_share: bool, m
         torch.testing.assert_close(total, sum(map(some_rows, range(4))))
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("call", [1, 3, 5, 6])
 @pytest.mark.parametrize("pattern", [0, 255])
 def test_ids_that_arrive_changed_are_noticed(call: int, pattern: int) -> None:
@@ -281,6 +283,7 @@ def test_two_hosts_of_eight_send_fewer_bytes_than_in_one_level(name: str) -> Non
     assert one >= 1.6 * two
 
 
+@pytest.mark.slow
 def test_the_links_of_each_level_are_measured() -> None:
     """All ranks know the same; without two levels nothing is measured for them."""
 

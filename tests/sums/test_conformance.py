@@ -267,6 +267,7 @@ SPARSE_PAIRS = [pair for pair in PAIRS if Format.DENSE not in pair]
 DENSE_PAIRS = [pair for pair in PAIRS if Format.DENSE in pair]
 
 
+@pytest.mark.few(9)
 @pytest.mark.parametrize(("push", "pull"), SPARSE_PAIRS)
 @pytest.mark.parametrize(("base", "ownership"), SHAPES)
 def test_laws_for_every_pair_of_formats(base: Scheme, ownership: Ownership | None, push: Format, pull: Format) -> None:
@@ -281,6 +282,7 @@ def test_laws_for_every_pair_of_formats(base: Scheme, ownership: Ownership | Non
     law()
 
 
+@pytest.mark.few(17)
 @pytest.mark.parametrize(("push", "pull"), DENSE_PAIRS)
 @pytest.mark.parametrize(("base", "ownership"), SHAPES)
 def test_the_dense_format_predicts_its_bytes_and_adds_only_zero_rows(
@@ -328,6 +330,7 @@ def test_corners(name: str, corner: str, width: int) -> None:
         check_laws(case, SCHEMES[name])
 
 
+@pytest.mark.few(39)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", SCHEMES)
 def test_parts_of_more_than_two_bytes_of_positions(name: str, dtype: torch.dtype) -> None:
@@ -335,6 +338,7 @@ def test_parts_of_more_than_two_bytes_of_positions(name: str, dtype: torch.dtype
     check_laws(make_case(ids, 140_000, 1, dtype), SCHEMES[name])
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("world_size", [3, 8])
 def test_schemes_that_add_at_once_give_the_same_bits(world_size: int, dtype: torch.dtype) -> None:
@@ -433,6 +437,7 @@ def test_rows_of_zeros_stay() -> None:
         assert total.to_dense().flatten().tolist() == [0.0] * 9 + [4.0, 0.0, 0.0], name
 
 
+@pytest.mark.few(20)
 @pytest.mark.parametrize("name", SCHEMES)
 def test_inputs_are_not_changed(name: str) -> None:
     case = make_case([torch.arange(0, 30, 2), torch.arange(30)], 30, 2, torch.float32)

@@ -179,6 +179,7 @@ def test_units_by_hand() -> None:
     assert elements == [HEADER + 200 * (4 + 2), HEADER]
 
 
+@pytest.mark.few(8)
 @named
 @given(st.integers(2, 8), st.integers(1, 200), st.integers(0, 1000), st.floats(0, 1))
 def test_nobody_sends_fewer_bytes_than_the_bound(

@@ -34,6 +34,7 @@ def uneven_case(world_size: int, dtype: torch.dtype = torch.float32, width: int 
     return make_case([torch.arange(rank, 60, rank + 2) for rank in range(world_size)], 60, width, dtype)
 
 
+@pytest.mark.few(40)
 @pytest.mark.parametrize("name", POINTS)
 def test_every_point_of_the_design_space_runs(name: str) -> None:
     check_laws(uneven_case(3), POINTS[name], 1 / 3)
@@ -65,6 +66,7 @@ def test_every_point_can_switch_to_dense(name: str) -> None:
             assert total.ids.tolist() == rows.tolist()
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("ownership", [each for each in Ownership if each not in (Ownership.COLUMNS, Ownership.UNION)])
 @pytest.mark.parametrize("servers", [1, 2, 3, 5])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])

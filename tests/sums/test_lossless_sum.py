@@ -113,6 +113,7 @@ def _on_a_device(tensors: Sequence[Tensor], out: bool, exchange: LoopbackExchang
         return (mine if part is None else part).cpu()
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("world_size", [1, 2, 3, *[pytest.param(size, marks=pytest.mark.slow) for size in range(4, 9)]])
 def test_a_device_adds_to_the_same_bits_and_only_codes_leave_it(

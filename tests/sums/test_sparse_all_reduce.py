@@ -152,6 +152,7 @@ def _one_rank_is_wrong(context: RankContext, case: str) -> str:
     return text
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("case", "says"),
     [
@@ -262,6 +263,7 @@ def _flipped(context: RankContext, at: int) -> list[str]:
     return texts
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("at", [1, 2])
 def test_a_flipped_bit_is_never_a_wrong_sum_and_every_rank_learns_of_it(at: int) -> None:
     """In the push (at = 1) all are told in the same call; in the pull (at = 2) rank 1 hangs up, as the others hear."""

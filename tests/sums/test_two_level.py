@@ -94,6 +94,7 @@ CASES = [(name, "uneven") for name in BETWEEN]
 CASES += [(name, hosts) for name in ("zen", "column_split", "sparcml") for hosts in HOSTS if hosts != "uneven"]
 
 
+@pytest.mark.few(16)
 @pytest.mark.parametrize(("name", "places"), CASES)
 def test_sums_bits_and_bytes(name: str, places: str) -> None:
     hosts = HOSTS[places]
@@ -158,6 +159,7 @@ def test_one_level_is_left_where_there_is_only_one() -> None:
     assert between_hosts_bytes(together, ((0, 1, 2),), ids, *shape) == [0]
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("name", schemes.NAMED)
 def test_bytes_between_pairs_are_counted_as_such(name: str) -> None:
     """What each rank sends in all, and what it sends to each half of the ranks, is its row of the ledger."""
@@ -328,6 +330,7 @@ def test_bits_that_change_between_hosts_reach_every_rank() -> None:
     assert all(isinstance(error, PeerError) and not isinstance(error, LostPeerError) for error in others)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("rank_from", [1, 2], ids=["inside a host", "between hosts"])
 @pytest.mark.parametrize("between", ["zen", "column_split", "sparcml", "dense_ring", "agsparse_hierarchy"])
 def test_whatever_changes_on_the_way_nobody_waits(between: str, rank_from: int) -> None:

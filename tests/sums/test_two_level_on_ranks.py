@@ -71,6 +71,7 @@ def _sums_and_bytes(context: RankContext) -> tuple[list[int], list[int]]:
     return sent, between
 
 
+@pytest.mark.slow
 def test_sums_and_bytes_on_uneven_hosts() -> None:
     outcomes = run_ranks(_sums_and_bytes, world_size=5)
     ids, shape = [gradient(rank).indices()[0] for rank in range(5)], (500, 6, torch.float32)
@@ -138,6 +139,7 @@ def _dies(context: RankContext, dying: int) -> float:
     return time.perf_counter() - started
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dying", [2, 4])
 def test_a_rank_that_dies_is_an_error_on_all_hosts_at_once(dying: int) -> None:
     outcomes = run_ranks(_dies, dying, world_size=5, check=False, timeout_seconds=60)

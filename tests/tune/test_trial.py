@@ -93,6 +93,7 @@ def test_an_arm_that_is_far_slower_costs_few_steps() -> None:
     assert trial.regret <= FIRST_REGRET + REGRET_SHARE * 900 + 3 * 3.5
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("noise", [0.02, 0.3])
 def test_an_arm_that_is_not_faster_seldom_wins(noise: float) -> None:
     """At most in `ERROR` of all lives, each with several looks; 200 of them may have a few more by chance."""

@@ -320,6 +320,7 @@ def test_sources_serve_at_once_and_one_that_does_not_answer_delays_nobody(
     assert min(served[1:]) > 0
 
 
+@pytest.mark.slow
 def test_a_source_that_stalls_in_a_stripe_gives_it_to_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

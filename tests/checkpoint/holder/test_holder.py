@@ -223,6 +223,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("point", "expected"), [("copy", [1]), ("before", [1]), ("after", [1, 2])])
 def test_a_killed_trainer_leaves_its_complete_versions(
     host: Callable[..., Holder], point: str, expected: list[int]

@@ -130,6 +130,7 @@ class Forger:
         return bytes(frame)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("known", [("gmac", "hmac"), ("hmac",)])
 def test_a_forged_weight_never_becomes_a_version(
     host: Callable[..., Holder],

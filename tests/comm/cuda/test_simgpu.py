@@ -311,16 +311,13 @@ def test_every_kernel_takes_tensors_of_a_device(kernel: Kernel) -> None:
 # --- whole steps
 
 Reports = dict[str, list[Report]]
-SLOW = {
-    "plain, one device", "plain, half", "plain, planned", "plain, fused", "ddp, tables alone", "ddp, agsparse",
-    "ddp, dense", "ddp, auto", "ddp, unused", "nccl, small buckets", "nccl, sparse", "nccl, half", "nccl, growing",
-    "nccl, unused", "nccl, auto", "nccl, compressed", "nccl, plain", "nccl, dense", "outer, local", "outer, half",
-    "nccl, two levels", "nccl, two levels, sparse", "plain, lossless", "ddp, lossless", "ddp, priced", "nccl, lossless",
-    "fsdp, ignored", "fsdp, replicas", "fsdp, compressed", "fsdp, compressed whole", "fsdp, lossless",
-    "plain, tight", "nccl, towers", "plain, on a side stream", "ddp, on a side stream", "nccl, on a side stream",
+FIRST = {
+    "plain, tables and layers", "ddp, tables and layers", "ddp, compressed", "nccl, tables and layers",
+    "nccl, over the lane", "nccl, two levels", "fsdp, shards", "outer, streaming",
 }  # fmt: skip
+"""Scenarios of `make test`; the others are slow."""
 every_scenario = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in SCENARIOS]
+    "name", [pytest.param(name, marks=() if name in FIRST else pytest.mark.slow) for name in SCENARIOS]
 )
 
 
@@ -339,8 +336,8 @@ def reports_of(kernels: str, kind: tuple[int, str]) -> Reports:
 
 
 def kind_of(name: str) -> tuple[int, str]:
-    """The number of ranks, and the first word of a slow scenario."""
-    return len(SCENARIOS[name].devices), name.split(",")[0] if name in SLOW else ""
+    """The number of ranks, and the first word of a slow scenario; the others may run in any worker, each alone."""
+    return len(SCENARIOS[name].devices), name if name in FIRST else name.split(",")[0]
 
 
 TRITON = [
@@ -437,6 +434,7 @@ def is_found(most: int, *reports: Report) -> bool:
     return any(report.found or max(report.num_waits[2:], default=0) > most for report in reports)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", [name for name, fault in FAULTS.items() if fault.scenario in ALONE])
 def test_a_fault_is_found_on_one_rank(name: str) -> None:
     assert is_found(0, run_alone(name))
@@ -545,6 +543,7 @@ def _in_capture(context: RankContext, nccl: bool) -> None:
         sync.detach()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("nccl", [False, True])
 def test_a_backward_that_is_captured_is_refused_by_name(nccl: bool) -> None:
     run_ranks(_in_capture, nccl, world_size=2, timeout_seconds=60)

@@ -114,6 +114,7 @@ def spans(parameter: Parameter, num_shards: int) -> list[slice]:
     return [slice(start, stop) for start, stop in pairwise(ends)]
 
 
+@pytest.mark.few(8)
 @every_layout
 @pytest.mark.parametrize("gradient", [normal, zero], ids=lambda gradient: gradient.__name__)
 def test_laws(hosts: Hosts, gradient: Callable[[Parameter, int, int], Tensor]) -> None:

@@ -174,6 +174,7 @@ def check(name: str, exchange: str, world_size: int) -> None:
             assert rank.sent_bytes == [rank.predicted_bytes] * len(rank.sent_bytes)
 
 
+@pytest.mark.few(47)
 @pytest.mark.parametrize(("name", "exchange"), CASES)
 def test_ranks_agree_bitwise_and_send_what_was_predicted(name: str, exchange: str) -> None:
     check(name, exchange, 3)
@@ -198,6 +199,7 @@ def test_every_exchange_is_tried_by_several_compressors() -> None:
 # --- what is averaged
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("exchange", ALL_REDUCTIONS)
 @pytest.mark.parametrize("world_size", [1, 3, 8])
 def test_without_loss_it_is_the_dense_mean(exchange: str, world_size: int) -> None:
@@ -226,6 +228,7 @@ CONSERVING += ("power_sgd", "power_sgd, mxfp4", "mxfp4")
 CONSERVING += ("deep_reduce", "deep_reduce, huffman", "deep_reduce, bloom:p0", "deep_reduce, bloom:p2")
 
 
+@pytest.mark.few(15)
 @pytest.mark.parametrize(("name", "exchange"), [(name, exchange) for name, exchange in CASES if name in CONSERVING])
 @pytest.mark.parametrize("world_size", [2, 5])
 def test_nothing_is_lost(name: str, exchange: str, world_size: int) -> None:

@@ -184,11 +184,12 @@ MORE = (pytest.mark.slow, pytest.mark.timeout(180))
 @pytest.mark.parametrize(
     "hows",
     [
-        [How(), How((4,), ignores=True)],
+        [How()],
+        pytest.param([How((4,), ignores=True)], marks=MORE),
         pytest.param([How(reshard=False), How(ignores=True), How(reshard=2)], marks=MORE),
         pytest.param([How((4,), replicates=True), How((4,), replicates=True, ignores=True)], marks=MORE),
     ],
-    ids=["both", "replicas of shards", "replicas"],
+    ids=["shards", "ignored", "replicas of shards", "replicas"],
 )
 def test_an_attached_model_trains_like_one_that_is_not(hows: list[How]) -> None:
     run_ranks(_exact, hows, world_size=4, timeout_seconds=60)
@@ -495,6 +496,7 @@ def groups_of(model: nn.Module) -> list[Any]:
     return [module._get_fsdp_state()._fsdp_param_groups[0] for module in (model, model.first, model.second)]
 
 
+@pytest.mark.slow
 def test_state_and_detach(tmp_path: Path) -> None:
     run_ranks(_lives, str(tmp_path), world_size=2, timeout_seconds=60)
 
@@ -590,5 +592,6 @@ def _no_alarm(context: RankContext) -> None:
     sync.detach()
 
 
+@pytest.mark.slow
 def test_no_false_alarm_of_steps_that_are_not_made_after_backward() -> None:
     run_ranks(_no_alarm, world_size=2, timeout_seconds=60)

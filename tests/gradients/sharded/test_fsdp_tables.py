@@ -149,6 +149,7 @@ def test_steps_are_those_of_fsdp(
     run_ranks(_trains, mode, own, dtype, is_checkpointed, world_size=world_size, timeout_seconds=90)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "dtype"), [("mean", None), pytest.param("sum", torch.bfloat16, marks=pytest.mark.slow)]
 )
@@ -172,6 +173,7 @@ def _trains_shared(context: RankContext, replicas: int) -> None:
     check(*(steps_of(model, context.rank, range(4, 6)) for model in (ours, stock)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_table_of_several_modules(replicas: int) -> None:
     run_ranks(_trains_shared, replicas, world_size=2 * replicas, timeout_seconds=60)
@@ -378,6 +380,7 @@ def _left(context: RankContext) -> tuple[dict[str, list[str]], set[str]]:
     return found, why
 
 
+@pytest.mark.slow
 def test_what_cannot_stay_in_shards_is_left_to_fsdp() -> None:
     for outcome in run_ranks(_left, world_size=4, timeout_seconds=60):
         found, why = outcome.value

@@ -136,6 +136,7 @@ def _mixed(context: RankContext) -> None:
         torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_job_of_several_compressors_takes_the_steps_of_its_parts() -> None:
     run_ranks(_mixed, world_size=2, timeout_seconds=120)
 
@@ -239,6 +240,7 @@ def _drifting(context: RankContext) -> None:
     sync.detach()
 
 
+@pytest.mark.slow
 def test_a_plan_that_promised_too_much_is_made_anew() -> None:
     run_ranks(_drifting, world_size=2, timeout_seconds=120)
 

@@ -74,6 +74,7 @@ def test_exact_sums_travel_in_the_groups_asked_for(grouping: str) -> None:
         assert [load.exact_bytes for load in loads] == [sum(sizes[name] for name in group) for group in expected]
 
 
+@pytest.mark.slow
 @settings(max_examples=8)
 @given(st.permutations(range(8)), st.sets(st.integers(1, 7)))
 def test_compression_ahead_is_the_same_bits_in_whatever_groups(order: list[int], cuts: set[int]) -> None:
@@ -419,6 +420,7 @@ def test_a_plan_that_does_not_pay_is_only_reported_unless_asked_for() -> None:
         assert driven.execution.stats()["plan/dropped"] == 0.0
 
 
+@pytest.mark.slow
 def test_a_plan_stays_where_exact_synchronization_is_slower_than_predicted() -> None:
     """A link that got slower makes both slower: that is no reason to drop the plan."""
     for _, _, compressed, _, driven in on_ranks(2, lambda network: slower(network, 1.5, fallback=True)):

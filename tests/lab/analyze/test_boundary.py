@@ -109,6 +109,7 @@ def watched(script: Script, monkeypatch: pytest.MonkeyPatch) -> StepWatch:
     return StepWatch(script.model, named, lambda: None, synchronizes=lambda: script.synchronizes)
 
 
+@pytest.mark.few(3)
 def test_a_step_is_what_lies_between_two_steps_of_the_optimizer(case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     train, script, counts = case
     watch = watched(script, monkeypatch)
@@ -145,6 +146,7 @@ def quiet() -> Iterator[list[StepBoundary]]:
         boundary.close()
 
 
+@pytest.mark.few(3)
 def test_the_clock_of_a_trial_ticks_once_a_step(case: Any, quiet: list[StepBoundary]) -> None:
     train, script, _ = case
     clock = StepClock(lambda seconds: 0.1)

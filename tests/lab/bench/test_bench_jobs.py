@@ -67,6 +67,7 @@ def test_at_scale_1_a_job_has_the_published_number_of_parameters(name: str) -> N
     assert {key: getattr(job, key) for key in job.published} == job.published
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", [name for name, job in JOBS.items() if job.published])
 def test_between_its_own_size_and_the_published_one_a_job_grows(name: str) -> None:
     own = get_job(name)

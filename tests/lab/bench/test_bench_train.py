@@ -59,6 +59,7 @@ def job(request: pytest.FixtureRequest) -> Job:
     return request.param
 
 
+@pytest.mark.few(4)
 def test_a_model_follows_from_its_seed_alone(job: Job) -> None:
     models = [job.model(seed) for seed in (3, 3, 4)]
     first, same, other = (torch.cat([parameter.flatten() for parameter in model.parameters()]) for model in models)

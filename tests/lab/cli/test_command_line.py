@@ -124,6 +124,7 @@ def imported_by(*lines: str) -> list[str]:
     return ast.literal_eval(ran.stderr.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_no_help_imports_what_it_does_not_need() -> None:
     names = [name.removeprefix("thinwire ").split() for name in all_commands()]
     runs = [["--help"], ["--version"], ["bench", "--help"], *([*name, "--help"] for name in names)]
@@ -131,6 +132,7 @@ def test_no_help_imports_what_it_does_not_need() -> None:
     assert imported_by("from thinwire.lab.cli.main import app", line.format(runs)) == []
 
 
+@pytest.mark.slow
 def test_what_asks_a_holder_imports_no_torch(tmp_path: Path) -> None:
     """`thinwire holder --status` takes 0.2 s."""
     (tmp_path / "secret").touch(mode=0o600)
@@ -279,6 +281,7 @@ def test_a_picture_without_matplotlib_is_refused_before_anything_runs(
     assert result.output.startswith("The report will have no plots: --report needs matplotlib: pip install 'thinwire")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("package", ["pyroute2", "sklearn"])
 def test_a_missing_package_is_a_line_that_names_the_extra(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [package, *(loaded for loaded in sys.modules if loaded.startswith(f"{package}."))]:
@@ -333,6 +336,7 @@ def test_a_reader_that_has_seen_enough_is_no_error(arguments: str) -> None:
     assert ("none.json" in ran.stderr) if "none" in arguments else not ran.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("detach", [[], ["--detach"]])
 def test_wrong_options_of_a_holder_are_said_alike_in_the_foreground_and_detached(
     detach: list[str], tmp_path: Path

@@ -104,6 +104,7 @@ def analysis(name: str, sparse: bool = True) -> Analysis:
     return Analysis.of(recording, "train.py", 2, AssumedLink(1000.0, 50e-6))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [60, 80, 160])
 def test_analyze(width: int) -> None:
     found = analysis("embeddings[0].weight")

@@ -71,6 +71,7 @@ def comparison(seen: list[tuple[int, int, float]], stages: list[str]) -> Compari
     return compare(corpus(), CONFIG, 2, None, lambda *report: seen.append(report), on_stage)
 
 
+@pytest.mark.slow
 def test_all_variants_have_the_losses_of_stock_ddp(comparison: Comparison) -> None:
     assert list(comparison.results) == ["ddp", "thinwire", "ddp_sparse", "thinwire_sparse"]
     assert comparison.loss_difference <= LOSS_TOLERANCE == 1e-6
@@ -79,16 +80,19 @@ def test_all_variants_have_the_losses_of_stock_ddp(comparison: Comparison) -> No
     assert len(set(comparison.results["ddp"].loss)) == CONFIG.steps
 
 
+@pytest.mark.slow
 def test_progress_has_the_losses_of_the_table(comparison: Comparison, seen: list[tuple[int, int, float]]) -> None:
     expected = [(done, CONFIG.steps, pytest.approx(comparison.results["ddp"].loss[done - 1])) for done in (1, 2, 3)]
     assert seen == expected
 
 
+@pytest.mark.slow
 def test_every_stage_before_the_first_measured_step_is_shown(comparison: Comparison, stages: list[str]) -> None:
     shown = [stage for stage in stages if not stage.startswith("Compiling")]
     assert shown == ["Starting 2 ranks on loopback", *(f"First step of {variant.label}" for variant in VARIANTS)]
 
 
+@pytest.mark.slow
 def test_every_variant_is_accounted_for(comparison: Comparison) -> None:
     figures = comparison.to_json()
     for variant in figures["variants"]:
@@ -119,6 +123,7 @@ def stock_ddp(_context: RankContext, job: TrainJob) -> list[tuple[list[float], b
     return [(training.columns["loss"], bool(training.model._comm_hooks)) for training in trainings]
 
 
+@pytest.mark.slow
 def test_stock_ddp_is_measured_without_a_hook(tmp_path: Path) -> None:
     for outcome in run_ranks(stock_ddp, job(tmp_path), world_size=3, timeout_seconds=60):
         (dense, dense_is_hooked), (sparse, sparse_is_hooked) = outcome.value
@@ -149,6 +154,7 @@ def compiled_calls(context: RankContext, job: TrainJob) -> set[str]:
     return called
 
 
+@pytest.mark.slow
 def test_the_demo_calls_the_kernels_that_it_compiles(tmp_path: Path) -> None:
     """What else is small enough in the demo for the reference to run."""
     for outcome in run_ranks(compiled_calls, job(tmp_path), world_size=2, timeout_seconds=60):

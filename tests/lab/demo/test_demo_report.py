@@ -163,6 +163,7 @@ def test_picture_is_a_file_of_its_own(links: tuple[float, ...], tmp_path: Path) 
     assert "stock DDP" in (tmp_path / "demo.svg").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fastest", "slowest", "expected"),
     [
@@ -272,6 +273,7 @@ def refuse_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network, "require_net_admin", refuse)
 
 
+@pytest.mark.slow
 def test_default_is_a_link_of_one_gigabit(
     links: list[Link | None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -284,6 +286,7 @@ def test_default_is_a_link_of_one_gigabit(
     assert ran.output.rstrip().endswith(NEXT)
 
 
+@pytest.mark.slow
 def test_loopback_with_the_reason_where_hosts_cannot_be_emulated(
     links: list[Link | None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -333,6 +336,7 @@ def test_links_are_a_list_in_the_json(
     assert "On none of these links is thinwire slower" in ran.output
 
 
+@pytest.mark.slow
 def test_the_json_names_versions_date_machine_and_command(
     links: list[Link | None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -7,7 +7,9 @@ import signal
 import subprocess
 import sys
 import time
+from multiprocessing import util
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from torch import distributed as dist
 
 from injected import Faults, InjectedFault
 from thinwire.lab.testbed.launch import RankContext, RanksFailed, run_ranks
+from thinwire.lab.testbed.supervise import RankProcess, describe
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(60)]
 
@@ -215,6 +218,36 @@ def test_error_in_on_message_leaves_no_process():
     assert pids
     assert gone(pids)
     assert multiprocessing.active_children() == []
+
+
+@pytest.mark.parametrize(
+    ("ends", "first"),
+    [
+        ({0: (None, -signal.SIGABRT), 1: ("ValueError: no data", 1)}, 1),
+        ({0: (None, -signal.SIGSEGV), 1: (None, 3)}, 1),
+        ({0: ("RuntimeError: Connection closed by peer", 1), 1: (None, -signal.SIGKILL)}, 1),
+        ({0: ("ValueError: no data", 1), 1: ("ValueError: no data", 1)}, 0),
+    ],
+)
+def test_an_error_or_an_exit_is_a_cause_before_a_signal(ends: dict[int, tuple[str | None, int]], first: int) -> None:
+    """Ranks in the order in which their ends were noticed."""
+    ranks = [
+        RankProcess(rank, SimpleNamespace(exitcode=code), None, error=error, failed_at=float(rank))  # type: ignore[arg-type]
+        for rank, (error, code) in ends.items()
+    ]
+    assert describe(ranks).startswith(f"2 of 2 ranks failed; first rank {first}\nrank {first}: ")
+
+
+def abort_when_all_have_returned(context: RankContext) -> int:
+    util.Finalize(None, os.abort, exitpriority=0)  # what a fork server forks ends by these
+    return context.rank
+
+
+def test_a_result_is_the_verdict_whatever_becomes_of_the_process() -> None:
+    outcomes = run_ranks(abort_when_all_have_returned, world_size=2)
+    assert [(outcome.value, outcome.error, outcome.exit_code) for outcome in outcomes] == [
+        (rank, None, -signal.SIGABRT) for rank in range(2)
+    ]
 
 
 @pytest.mark.slow

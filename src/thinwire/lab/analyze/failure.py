@@ -6,18 +6,15 @@ their peer print a longer one, and the launcher adds two lines of its own.
 
 from __future__ import annotations
 
-import atexit
 import logging
-import os
 import signal
-import sys
 import sysconfig
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
 
+from thinwire.lab.leave import leave
 from thinwire.lab.testbed.launch import RanksFailed
 from thinwire.lab.testbed.supervise import is_peer_lost
 
@@ -49,21 +46,10 @@ def kept_errors(directory: Path, rank: int, script: str) -> Iterator[None]:
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else repr(ended.code)
         _file(directory, rank).write_text(f"{_EXITED}({code})")
-        _end(ended.code if isinstance(ended.code, int) else 1)
+        leave(ended.code if isinstance(ended.code, int) else 1)
     except Exception as error:
         _file(directory, rank).write_text(_text_of(error, script))
-        _end(1)
-
-
-def _end(status: int) -> NoReturn:
-    """End this process after the functions of `atexit`, but without the destructors of C++.
-
-    A rank of DDP whose peer was gone died by SIGABRT in 2 of 12 runs of a test, which hid the error. Why is not known.
-    """
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+        leave(1)
 
 
 @contextmanager
@@ -103,22 +89,32 @@ def describe_error(script: str, rank: int, error: str) -> str:
     return f"{script} failed on rank {rank} (it must run under torchrun; try that first):\n{error}"
 
 
-def describe(directory: Path, script: str, exit_codes: Mapping[int, int]) -> str:
-    """Return which rank failed, and the error that it kept, whose last line is the error itself.
+def kept(directory: Path) -> dict[int, str]:
+    """Return the errors that ranks kept, by rank, the first one first."""
+    files = sorted(directory.glob("rank*.error"), key=lambda file: file.stat().st_mtime_ns)
+    return {int(file.stem.removeprefix("rank")): file.read_text() for file in files}
+
+
+def describe(script: str, errors: Mapping[int, str], exit_codes: Mapping[int, int]) -> str:
+    """Return which rank was the first cause, and its error, whose last line is the error itself.
+
+    An error beats an exit without one, and that beats a signal: a rank that ends makes others abort in C++. Those that
+    say that they lost a peer, and those that the launcher ended, come last.
 
     Args:
+        errors: what ranks kept, by rank, the first one first.
         exit_codes: of the ranks whose ends the launcher noticed first; some may have lost their peer only.
     """
-    for rank, code in exit_codes.items():
-        if code < 0 and code != -signal.SIGTERM:  # the launcher's own
+    if causes := [rank for rank, text in errors.items() if not is_peer_lost(text)]:
+        return describe_error(script, causes[0], errors[causes[0]])
+    unexplained = {rank: code for rank, code in exit_codes.items() if rank not in errors}
+    for rank, code in unexplained.items():
+        if code > 0:
+            return f"{script} ended with exit status {code} on rank {rank}: does it call os._exit or exec?"
+    for rank, code in sorted(unexplained.items(), key=lambda entry: entry[1] == -signal.SIGTERM):
+        if code != -signal.SIGTERM or not errors:
             return f"{script}: rank {rank} was killed by {signal.Signals(-code).name}"
-    kept = {rank: text for rank in exit_codes if (text := _read(directory, rank))}
-    causes = [rank for rank, text in kept.items() if not is_peer_lost(text)]
-    if not causes and len(kept) < len(exit_codes):
-        rank, code = next((rank, code) for rank, code in exit_codes.items() if rank not in kept)
-        return f"{script} ended with exit status {code} on rank {rank}: does it call os._exit or exec?"
-    rank = next(iter(causes or kept))
-    return describe_error(script, rank, kept[rank])
+    return describe_error(script, *next(iter(errors.items())))
 
 
 @contextmanager
@@ -143,8 +139,3 @@ def _text_of(error: Exception, script: str) -> str:
 
 def _file(directory: Path, rank: int) -> Path:
     return directory / f"rank{rank}.error"
-
-
-def _read(directory: Path, rank: int) -> str:
-    file = _file(directory, rank)
-    return file.read_text() if file.exists() else ""

@@ -14,7 +14,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from thinwire.lab.analyze.failure import ScriptFailed, describe, quiet_launcher
+from thinwire.lab.analyze.failure import ScriptFailed, describe, kept, quiet_launcher
 from thinwire.lab.analyze.recording import Recording, load
 from thinwire.lab.analyze.worker import progress_file, rank_file
 
@@ -113,7 +113,9 @@ def launch(
             elastic_launch(config, sys.executable)("-u", "-m", worker, directory, *settings, str(script), *arguments)
     except ChildFailedError as failed:
         codes = {rank: failure.exitcode for rank, failure in failed.failures.items()}
-        raise ScriptFailed(describe(Path(directory), script.name, codes)) from failed
+        codes = {rank: code for rank, code in codes.items() if not rank_file(Path(directory), rank).exists()}
+        if codes:  # a rank that has left its recording has ended well, however its process did
+            raise ScriptFailed(describe(script.name, kept(Path(directory)), codes)) from failed
     except SignalException as stopped:  # Ctrl-C: the launcher has ended the workers
         raise KeyboardInterrupt from stopped
 

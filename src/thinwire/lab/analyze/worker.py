@@ -27,10 +27,9 @@ def progress_file(directory: Path) -> Path:
 
 def main() -> None:
     """Run the script as its own main program, and write the recording when it ends well, by itself or by us."""
-    from torch import distributed as dist
-
     from thinwire.lab.analyze.failure import kept_errors
     from thinwire.lab.analyze.recorder import Recorder
+    from thinwire.lab.leave import leave
 
     os.dup2(2, 1)  # the script's output goes to standard error: standard output is for the JSON of the parent
     directory, steps, script, *arguments = sys.argv[1:]
@@ -39,8 +38,7 @@ def main() -> None:
     with kept_errors(Path(directory), rank, script):
         run_recorded(recorder, script, arguments)
     recorder.save(rank_file(Path(directory), rank))
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    leave(0)
 
 
 def _add_byte(path: Path) -> None:

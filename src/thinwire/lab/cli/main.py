@@ -13,6 +13,7 @@ import typer
 
 from thinwire.lab.cli import output
 from thinwire.lab.cli.commands import LazyGroup
+from thinwire.lab.leave import leave
 
 _EPILOG = """Example: thinwire demo
 
@@ -105,7 +106,8 @@ def command() -> None:
         finally:
             sys.stdout.flush()
     except (SystemExit, BrokenPipeError) as ended:  # typer makes a SystemExit of a broken pipe
-        if not isinstance(ended, BrokenPipeError) and not isinstance(ended.__context__, BrokenPipeError):
-            raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the reader, such as head, has seen enough
-        sys.exit(getattr(ended.__context__, "code", 0))
+        status = getattr(ended, "code", 0)
+        if isinstance(ended, BrokenPipeError) or isinstance(ended.__context__, BrokenPipeError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the reader, such as head, has seen enough
+            status = getattr(ended.__context__, "code", 0)
+        leave(status or 0)  # a rank of torchrun has a process group

@@ -28,6 +28,7 @@ _PEER_LOST = (
     "Socket closed",
     "Timed out waiting",
     "pair closure",
+    "LostPeerError",
 )
 
 
@@ -80,7 +81,7 @@ class RankProcess:
         if ended:
             self.process.join()
             self.running = self.reporting = False
-            if self.process.exitcode != 0 or not self.returned:
+            if not self.returned:  # one that has returned has ended well, however its process did
                 self._fail(None)
 
     def release(self) -> None:
@@ -95,9 +96,10 @@ class RankProcess:
         if self.running and self.returned:
             self.release()
             self.process.join(_LEAVE_SECONDS)
-        if self.running and (not self.returned or self.process.exitcode != 0):
+        if self.running and self.process.exitcode is None:
             self.process.kill()
             self.process.join()
+        if self.running and not self.returned:
             self._fail(reason)
         self.running = False
 
@@ -174,8 +176,14 @@ def _signal(rank: RankProcess, number: signal.Signals) -> None:
 
 
 def describe(ranks: list[RankProcess]) -> str:
-    """Describe all failures: in full if they are a cause, in a line if they repeat or follow from another rank's."""
-    failed = sorted((rank for rank in ranks if rank.failed), key=lambda rank: (_is_consequence(rank), rank.failed_at))
+    """Describe all failures: in full if they are a cause, in a line if they repeat or follow from another rank's.
+
+    An error or an exit beats a signal: a rank that ends makes others abort in C++.
+    """
+    failed = sorted(
+        (rank for rank in ranks if rank.failed),
+        key=lambda rank: (_is_consequence(rank), rank.error is None and _signal_of(rank) > 0, rank.failed_at),
+    )
     lines = [f"{len(failed)} of {len(ranks)} ranks failed; first rank {failed[0].number}"]
     told: set[str] = set()
     for rank in failed:
@@ -202,7 +210,11 @@ def is_peer_lost(error: str) -> bool:
 def _reason(rank: RankProcess) -> str:
     if rank.error is not None:
         return rank.error
-    code = rank.process.exitcode
-    if code is not None and code < 0:
-        return f"killed by {signal.Signals(-code).name}"
-    return f"exited with code {code} before the function returned"
+    if number := _signal_of(rank):
+        return f"killed by {signal.Signals(number).name}"
+    return f"exited with code {rank.process.exitcode} before the function returned"
+
+
+def _signal_of(rank: RankProcess) -> int:
+    """Return the signal that ended a rank, or 0."""
+    return max(0, -(rank.process.exitcode or 0))

@@ -12,16 +12,16 @@ from thinwire.comm import c10d
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_groups_have_a_device_a_store_and_a_number() -> None:
+def test_groups_have_a_device_a_store_and_a_name_of_our_choice() -> None:
     world = dist.group.WORLD
     assert world is not None
     assert c10d.device_of(world) == torch.device("cpu")
     c10d.store_of(world).set("mine", "here")
     c10d.default_store().set("default", "there")
     assert c10d.default_store().get("default") == b"there"
-    before = c10d.number_of_groups()
-    group = dist.new_group([0])
-    assert c10d.number_of_groups() == before + 1
+    group = c10d.gloo_group("a name", [0], timedelta(seconds=9))
+    assert (group.rank(), group.size(), dist.get_process_group_ranks(group)) == (0, 1, [0])
+    assert dist.get_backend(group) == "gloo"
     dist.destroy_process_group(group)
 
 

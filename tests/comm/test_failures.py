@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
+import thinwire.comm.lane as lane_module
 from thinwire.comm.channel import Subject
-from thinwire.comm.lane import LOOK_SECONDS, Lane, _new_group
+from thinwire.comm.lane import LOOK_SECONDS, Lane
 from thinwire.comm.process_group import EVERYONE, Exchange
 from thinwire.errors import LostPeerError, ThinwireError
 from thinwire.lab.testbed.launch import RankContext, run_ranks
@@ -436,18 +437,18 @@ def test_a_rank_that_attaches_again_alone_is_an_error_and_ends_no_process() -> N
 def _connects_late(context: RankContext, directory: str) -> bool:
     """Rank 0 takes longer to make the group of a lane; whether it had it when this rank went on."""
     late = Path(directory) / "late"
-    make = dist.new_group
+    make = lane_module.gloo_group
 
-    def slowly(*args: Any, **kwargs: Any) -> Any:
-        group = make(*args, **kwargs)
+    def slowly(*args: Any) -> Any:
+        group = make(*args)
         if context.rank == 0:
             threading.Event().wait(1.0)
             late.touch()
         return group
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "new_group", slowly)
-        group = _new_group(dist.group.WORLD, TIMEOUT)  # type: ignore[arg-type]
+        patch.setattr(lane_module, "gloo_group", slowly)
+        group = lane_module.private_group(None, TIMEOUT)
     was_there = late.exists()
     group.destroy()
     dist.barrier()

@@ -1,4 +1,4 @@
-"""Jobs of a lane that begin while the one before waits for peers."""
+"""Jobs of a lane that begin while the one before waits for peers, and groups that meet whatever torch names groups."""
 
 from __future__ import annotations
 
@@ -6,11 +6,16 @@ import threading
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
+from itertools import count
 
+import pytest
 import torch
+import torch.distributed as dist
 
+from thinwire.comm.c10d import default_store
 from thinwire.comm.channel import Subject
-from thinwire.comm.lane import Lane
+from thinwire.comm.lane import Lane, private_group
+from thinwire.errors import LostPeerError
 from thinwire.lab.testbed.launch import RankContext, run_ranks
 from thinwire.sums import lossless
 
@@ -49,3 +54,53 @@ def _begins_while_the_first_waits(context: RankContext) -> tuple[list[str], list
 def test_a_job_begins_while_the_one_before_waits_for_peers() -> None:
     for outcome in run_ranks(_begins_while_the_first_waits, world_size=2):
         assert outcome.value == (["begin 0", "begin 1", "end 0", "end 1"], [3.0, 3.0])
+
+
+def _meets_under_other_names(context: RankContext) -> list[list[list[float]]]:
+    """Every name of a group that this rank has from torch is another one than on any other rank."""
+    some = dist.new_group([0, 2])
+    assert some is not None, "it is the one that means nobody on the other ranks"
+    numbers, met = count(), []
+    with pytest.MonkeyPatch.context() as patch:
+        own = lambda *args, **kwargs: f"of rank {context.rank}: {next(numbers)}"  # noqa: E731
+        patch.setattr(dist.distributed_c10d, "_process_group_name", own)
+        for parent in (None, some, some, None):
+            if context.rank != 1 or parent is None:
+                dist.new_group([context.rank], use_local_synchronization=True)
+                lane = Lane(parent, MEET)
+                lane.native_group()
+                met.append(lane.agree("rank", [float(context.rank)]))
+                lane.close()
+                private_group(parent, MEET).destroy()
+    return met
+
+
+MEET = timedelta(seconds=10)
+
+
+@pytest.mark.ranks
+def test_no_name_that_torch_gives_a_group_decides_whether_ranks_meet() -> None:
+    """Torch counts groups another way in each version; ranks with other counts waited until the timeout."""
+    everyone, some = [[0.0], [1.0], [2.0]], [[0.0], [2.0]]
+    first, second, third = run_ranks(_meets_under_other_names, world_size=3, timeout_seconds=60)
+    assert first.value == third.value == [everyone, some, some, everyone]
+    assert second.value == [everyone, everyone]
+
+
+def _meets_alone(context: RankContext) -> str:
+    store, others = default_store(), ["rank 0 is done", "rank 1 is done"]
+    if context.rank == 2:
+        store.wait(others, MEET)
+        return ""
+    with pytest.raises(LostPeerError) as caught:
+        private_group(None, timedelta(seconds=0.5))
+    store.set(others[context.rank], "")
+    store.wait(others, MEET)  # it hosts the store
+    return str(caught.value)
+
+
+@pytest.mark.ranks
+def test_ranks_that_wait_for_one_that_does_not_come_name_it_within_the_timeout() -> None:
+    first, second, _ = run_ranks(_meets_alone, world_size=3, timeout_seconds=60)
+    assert first.value == second.value
+    assert first.value.startswith("rank 2 stopped answering")

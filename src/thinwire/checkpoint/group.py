@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from thinwire.checkpoint.holder.start import AGENT_VARIABLE
-from thinwire.comm import agree
+from thinwire.comm import agree, lane
 from thinwire.comm.connections import PrivateGroup
-from thinwire.comm.lane import Group, resolve_group
+from thinwire.comm.lane import Group
 from thinwire.comm.process_group import Exchange
 from thinwire.errors import ThinwireError
 
@@ -24,21 +24,11 @@ _TIMEOUT = timedelta(minutes=30)
 
 
 def private_group(parent: Group, timeout: timedelta | None) -> PrivateGroup:
-    """Create a Gloo group of the same ranks that can be shut down under a thread that waits in it; collective."""
-    return PrivateGroup(lambda: new_group(parent, timeout))
-
-
-def new_group(parent: Group, timeout: timedelta | None) -> dist.ProcessGroup:
     """Create a Gloo group of the same ranks, so that nothing interleaves with their agreements; collective.
 
-    Without a ``timeout`` they wait for each other for 30 minutes.
+    It can be shut down under a thread that waits in it. Without a ``timeout`` ranks wait for each other for 30 minutes.
     """
-    parent = resolve_group(parent)
-    ranks = dist.get_process_group_ranks(parent)
-    some = len(ranks) < dist.get_world_size()
-    group = dist.new_group(ranks, timeout=timeout or _TIMEOUT, backend="gloo", use_local_synchronization=some)
-    assert isinstance(group, dist.ProcessGroup), "this rank is in it"
-    return group
+    return lane.private_group(parent, timeout or _TIMEOUT)
 
 
 def restart_hint() -> str:

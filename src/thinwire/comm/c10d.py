@@ -2,14 +2,15 @@
 
 | names of ``torch.distributed.distributed_c10d`` | known in torch |
 |---|---|
-| ``_get_object_coll_device``, ``_get_process_group_store``, ``_get_default_store``, ``_world.pg_names`` | 2.13 |
+| ``_get_object_coll_device``, ``_get_process_group_store``, ``_get_default_store`` | 2.13 |
+| ``_new_process_group_helper``, ``_world.pg_group_ranks`` | 2.13 |
 | ``_get_default_timeout``, ``_create_process_group_wrapper``, ``_DistributedBackendOptions`` | 2.13 |
 | of ``torch._C._dynamo.eval_frame``: ``set_code_exec_strategy`` and its types; ``_torchdynamo_disable`` | 2.13 |
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -28,11 +29,6 @@ def device_of(group: dist.ProcessGroup) -> torch.device:
     return torch.device(distributed_c10d._get_object_coll_device(group))
 
 
-def number_of_groups() -> int:
-    """Return in how many groups this rank is: torch names the next one after that."""
-    return len(distributed_c10d._world.pg_names)
-
-
 def store_of(group: dist.ProcessGroup) -> dist.Store:
     """Return the store in which the ranks of a group met."""
     return distributed_c10d._get_process_group_store(group)  # type: ignore[attr-defined]
@@ -41,6 +37,18 @@ def store_of(group: dist.ProcessGroup) -> dist.Store:
 def default_store() -> dist.Store:
     """Return the store of the default process group."""
     return distributed_c10d._get_default_store()
+
+
+def gloo_group(name: str, ranks: Sequence[int], timeout: timedelta) -> dist.ProcessGroup:
+    """Make a Gloo group of ranks, of which each calls it, that meet in the default store under a name.
+
+    `torch.distributed.new_group` takes a counter of this rank's groups for the name, another one in each version, and
+    ranks that made different numbers of groups wait for each other under different names.
+    """
+    about: Any = len(ranks), ranks.index(dist.get_rank()), list(ranks), dist.Backend("gloo"), default_store(), name
+    group: Any = distributed_c10d._new_process_group_helper(*about, timeout=timeout)[0]
+    distributed_c10d._world.pg_group_ranks[group] = {rank: number for number, rank in enumerate(ranks)}
+    return group
 
 
 def default_timeout() -> timedelta:

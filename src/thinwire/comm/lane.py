@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future as SimpleFuture
 from concurrent.futures import wait
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import count
 from typing import Any, TypeVar
@@ -31,7 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.futures import Future
 
 from thinwire.comm.agree import gather_records
-from thinwire.comm.c10d import device_of, number_of_groups, store_of
+from thinwire.comm.c10d import device_of, gloo_group, store_of
 from thinwire.comm.channel import Channel, Subject
 from thinwire.comm.connections import Connected, PrivateGroup, between, connected, dead, listens_at, packed_ends
 from thinwire.comm.hosts import discover
@@ -89,7 +89,7 @@ _idle_groups: WeakKeyDictionary[dist.ProcessGroup, list[tuple[timedelta | None, 
 _idle_groups = WeakKeyDictionary()
 STORE_SECONDS = 2.0
 """Seconds that a rank waits for a connection to the store, which takes less than one ms."""
-_JOB_BYTES = 8
+_NONCE_BYTES = 8
 _stores: WeakKeyDictionary[dist.ProcessGroup, dist.Store] = WeakKeyDictionary()
 _jobs: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 _lanes_of: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
@@ -128,6 +128,23 @@ def _take_group(parent: dist.ProcessGroup, timeout: timedelta | None, notes: Not
     return _new_group(parent, timeout, notes)
 
 
+def private_group(process_group: Group, timeout: timedelta | None) -> PrivateGroup:
+    """Return a new Gloo group of the same ranks that nothing else uses, in a collective call of them.
+
+    Args:
+        timeout: longest wait for a peer, here and in the group; None means that of ``process_group``.
+
+    Raises:
+        LostPeerError: not all ranks came within the timeout; those that did raise the same sentence.
+    """
+    parent = resolve_group(process_group)
+    limit, notes = timeout or timeout_of(parent), _notes_of(parent)
+    try:
+        return _new_group(parent, limit, notes)
+    except LostPeerError as error:
+        raise _told(notes, error, limit) from error
+
+
 def _new_group(parent: dist.ProcessGroup, timeout: timedelta | None, notes: Notes | None = None) -> PrivateGroup:
     """Return a new Gloo group of the same ranks, in a collective call of them.
 
@@ -155,6 +172,19 @@ def _new_group(parent: dist.ProcessGroup, timeout: timedelta | None, notes: Note
     return made.result()
 
 
+def _told(notes: Notes, error: LostPeerError, timeout: timedelta | None) -> LostPeerError:
+    """Leave a note that this rank did not meet the others; return the error that all raise."""
+    is_late, waits = _is_late(error), tuple(rank for rank in notes.ranks if rank != notes.rank)
+    lost = () if is_late or error.rank is None else (error.rank,)
+    seconds = (timeout or default_pg_timeout).total_seconds() if is_late else 0.0
+    notes.leave(Note(notes.rank, False, str(error), ATTACH, lost, waits, seconds, is_late))
+    return notes.truth() or error
+
+
+def _is_late(error: BaseException) -> bool:
+    return any(text in str(error).lower() for text in ("timed out", "application timeout"))
+
+
 def _not_all_here(parent: dist.ProcessGroup, why: str) -> LostPeerError:
     return LostPeerError(
         f"rank {dist.get_rank()}: not all of the {parent.size()} ranks of the process group came here within the"
@@ -167,30 +197,21 @@ def _connect(
 ) -> PrivateGroup:
     """Make the group, and append which connections of this process lead to which rank as soon as that is known."""
     ranks = dist.get_process_group_ranks(parent)
-    some = len(ranks) < dist.get_world_size()
     limit = timeout or timeout_of(parent) or default_pg_timeout
-
-    def make() -> dist.ProcessGroup:
-        with _same_number_of_groups(parent, limit) if some else nullcontext():
-            group = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=some)
-        assert isinstance(group, dist.ProcessGroup)
-        return group
-
     try:
-        processes += _processes(parent, notes, limit)
+        name, found = _meet(parent, notes, limit)
+        processes += found
         # Torch makes a group without a barrier, so the first ranks have all their connections while others still make
         # theirs. If one of the first failed then and hung up, a rank that connects to a peer of it would try until the
         # timeout. So each waits until all have sent their addresses.
-        return PrivateGroup(make, lambda data: _gather(data, parent, limit))
+        return PrivateGroup(lambda: gloo_group(name, ranks, limit), lambda data: _gather(data, parent, limit))
     except RuntimeError as error:
         raise _not_all_here(parent, str(error).splitlines()[0]) from error
 
 
-def _all_reduce(
-    tensor: torch.Tensor, group: dist.ProcessGroup, limit: timedelta, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
-) -> None:
+def _all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, limit: timedelta) -> None:
     """All-reduce within the timeout of a lane: that of the group can be far longer, and not all ranks may come."""
-    work = dist.all_reduce(tensor, op, group=group, async_op=True)
+    work = dist.all_reduce(tensor, group=group, async_op=True)
     assert work is not None, "lanes are made by ranks of the group"
     work.wait(limit)
 
@@ -209,40 +230,18 @@ def _gather(data: bytes, group: dist.ProcessGroup, limit: timedelta) -> list[byt
     return [row[:size].numpy().tobytes() for row, size in zip(rows.cpu(), sizes, strict=True)]
 
 
-def _processes(parent: dist.ProcessGroup, notes: Notes, limit: timedelta) -> list[list[Connected]]:
-    """Return which connections lead to which rank, and agree on a number: the store may be of an earlier attempt."""
-    connections = connected()
-    records = _gather(secrets.token_bytes(_JOB_BYTES) + packed_ends(connections), parent, limit)
-    job = int.from_bytes(records[0][:_JOB_BYTES], "little")
-    notes.begin(_jobs.setdefault(parent, job))
-    ends = [record[_JOB_BYTES:] for record in records]
-    ends[parent.rank()] = b""  # connections of this process to itself
-    return between(connections, ends)
+def _meet(parent: dist.ProcessGroup, notes: Notes, limit: timedelta) -> tuple[str, list[list[Connected]]]:
+    """Return a name for a group that only these ranks know, drawn by one, and which connections lead to which rank.
 
-
-_last_number_of_groups = 0
-
-
-@contextlib.contextmanager
-def _same_number_of_groups(parent: dist.ProcessGroup, limit: timedelta) -> Iterator[None]:
-    """Have all ranks of a group be in the same number of groups, and in more than at the last call.
-
-    Torch names a group of some of the ranks after those ranks and the number of groups that a rank is in: under
-    different names its members wait for each other until the timeout, and under a name used before they read the
-    addresses of a group that may be gone. So each rank makes groups of itself alone until the numbers are equal.
+    Notes begin with the first such number of a group: the store may have those of an earlier attempt of the job.
     """
-    global _last_number_of_groups
-    mine = number_of_groups()
-    device = device_of(parent)
-    most = torch.tensor([max(mine, _last_number_of_groups + 1)], device=device)
-    _all_reduce(most, parent, limit, dist.ReduceOp.MAX)
-    _last_number_of_groups = int(most)
-    alone = [_group_of_this_rank() for _ in range(_last_number_of_groups - mine)]
-    try:
-        yield
-    finally:
-        for group in alone:
-            dist.destroy_process_group(group)
+    connections = connected()
+    records = _gather(secrets.token_bytes(_NONCE_BYTES) + packed_ends(connections), parent, limit)
+    nonce = records[0][:_NONCE_BYTES]
+    notes.begin(_jobs.setdefault(parent, int.from_bytes(nonce, "little")))
+    ends = [record[_NONCE_BYTES:] for record in records]
+    ends[parent.rank()] = b""  # connections of this process to itself
+    return f"thinwire {nonce.hex()}", between(connections, ends)
 
 
 def _notes_of(parent: dist.ProcessGroup) -> Notes:
@@ -272,12 +271,6 @@ def cloned(store: dist.Store) -> dist.Store | None:
         return beside("thinwire-store", lambda: store.clone()).result(STORE_SECONDS)  # type: ignore[attr-defined]
     except (TimeoutError, dist.DistNetworkError):
         return None
-
-
-def _group_of_this_rank() -> dist.ProcessGroup:
-    group = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
-    assert isinstance(group, dist.ProcessGroup)
-    return group
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
@@ -373,8 +366,7 @@ class Lane:
                 with staging.selected():  # a collective of NCCL takes the current device
                     self._own = _take_group(parent, self._timeout, self.notes)
             except LostPeerError as error:
-                self.notes.leave(self._note(str(error), error, () if error.rank is None else (error.rank,)))
-                raise self.notes.truth() or error from error
+                raise _told(self.notes, error, self._timeout) from error
         self._native: PrivateGroup | None = None
         group = self._own.process_group
         self._group: dist.ProcessGroup | None = group
@@ -577,7 +569,7 @@ class Lane:
 
     def _note(self, reason: str, error: BaseException | None, ended: Iterable[int]) -> Note:
         ranks = [rank for rank in self.notes.ranks if rank != self.notes.rank]
-        is_late = error is not None and any(text in str(error).lower() for text in ("timed out", "application timeout"))
+        is_late = error is not None and _is_late(error)
         peer, seconds = self._waits.failed or (EVERYONE, self.timeout_seconds if is_late else 0.0)
         waits = ranks if peer == EVERYONE else [self.exchange.global_ranks[peer]]
         doing = ", ".join(filter(None, (self.doing(), self._subject))) or ATTACH

@@ -20,7 +20,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from thinwire.checkpoint.group import new_group
+from thinwire.checkpoint.group import private_group
 from thinwire.checkpoint.state.encode import flatten
 from thinwire.checkpoint.state.layout import StateLayout
 from thinwire.checkpoint.state.snapshot import TrainingState
@@ -40,7 +40,7 @@ class DcpSync(CheckpointMethod):
         self._training, self._rank = training, rank
         self._directory = Path(destination.directory) / f"{destination.run_id}-{self.name}"
         self._directory.mkdir(exist_ok=True)
-        self._group = new_group(None, _TIMEOUT)
+        self._group = private_group(None, _TIMEOUT).process_group
 
     def step(self, step: int) -> bool:
         dcp.save(self._state(step), checkpoint_id=self._path(step), process_group=self._group)

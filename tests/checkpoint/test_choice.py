@@ -15,9 +15,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from holders import survives
 from thinwire.checkpoint.choice import MAX_REASONS, choose
 from thinwire.checkpoint.holder.version import ShardId, Version, next_attempt, preferred
-from thinwire.checkpoint.placement import placement, recovery_probability, survives
+from thinwire.checkpoint.placement import placement, recovery_probability
 from thinwire.checkpoint.restore import Restorer
 from thinwire.checkpoint.state.snapshot import TrainingState
 

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import thinwire.checkpoint
+from holders import survives
 from thinwire.checkpoint.placement import (
     Holders,
     placement,
@@ -22,7 +23,6 @@ from thinwire.checkpoint.placement import (
     ring_sizes,
     ring_survivals,
     sharing_domains,
-    survives,
 )
 
 SIZES = [(machines, replicas) for machines in range(1, 41) for replicas in range(1, 6) if replicas <= machines]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
@@ -21,6 +21,12 @@ def running_holders(directory: Path, memory_budget: str, names: str = "ab") -> I
             start_holder(HolderOptions(socket=socket, memory_budget=memory_budget, drain_seconds=0.0))
             stack.callback(_stop, socket)
         yield sockets
+
+
+def survives(holders: Sequence[Collection[int]], failed: Collection[int]) -> bool:
+    """Return whether every shard has a copy left when the machines ``failed`` are lost at once."""
+    lost = set(failed)
+    return not any(lost.issuperset(hosts) for hosts in holders)
 
 
 def _stop(socket: str) -> None:

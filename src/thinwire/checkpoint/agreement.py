@@ -283,9 +283,8 @@ class Agreement:
     def about(self) -> dict[str, Any]:
         """What a version says of itself: its training and its origin, where the other shards are, and what there was to
         go back to if ranks differ."""
-        registration = self._registration
-        added = {"holders": registration.holders, "certified": self.divergence.certified, "origin": self.origin}
-        return {**registration.about, **added}
+        added = {"holders": self._registration.holders, "certified": self.divergence.certified, "origin": self.origin}
+        return {**self._registration.about, **added}
 
     def persist(self, step: int, failure: str = "") -> None:
         """Have the version of a turn saved, or tell the waiting ranks why there is none; once for each turn.
@@ -335,7 +334,7 @@ class Agreement:
     @property
     def holder_cpu_seconds(self) -> float:
         """CPU time of the holder of this host so far, divided by its ranks."""
-        return float(self.status.get("cpu_seconds", 0.0)) / max(1, self._registration.local_ranks)
+        return float(self.status.get("cpu_seconds", 0.0)) / self._registration.holders.count(self._registration.here)
 
     @property
     def is_registered(self) -> bool:

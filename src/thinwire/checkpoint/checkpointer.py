@@ -8,6 +8,7 @@ import warnings
 import weakref
 from collections.abc import Sequence
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from thinwire.checkpoint.agreement import FAILURES, Agreement, Divergence
 from thinwire.checkpoint.cycle import Cycle
 from thinwire.checkpoint.dcp.tier import PersistentTier, check_parent
 from thinwire.checkpoint.elastic.heartbeat import Heartbeat
-from thinwire.checkpoint.group import PrivateGroup, gather_json, on_all, private_group, restart_hint, run_id_of
+from thinwire.checkpoint.group import PrivateGroup, check_alike, on_all, private_group, restart_hint, run_id_of
 from thinwire.checkpoint.holder.start import AGENT_VARIABLE, socket_path
 from thinwire.checkpoint.holder.version import topology_digest
 from thinwire.checkpoint.options import CheckpointPolicy, Storage
@@ -74,28 +75,30 @@ class Checkpointer:
         policy: CheckpointPolicy = CheckpointPolicy(),  # noqa: B008 (it is frozen)
         storage: Storage = Storage(),  # noqa: B008
     ) -> None:
-        run_id, disk = run_id_of(storage.run_id), storage.disk
-        self._run_id, self._policy, self._first = run_id, policy, 0
-        governor = Governor(policy.max_overhead, policy.every, policy.max_age_steps and policy.max_age_steps // 2)
-        compares = policy.on_divergence != "off"
-        training = TrainingState(model, optimizer, scheduler, scaler, synchronizer, data, compares)
-        own = private_group(storage.process_group, storage.timeout)
-        self._group = own.process_group
+        disk = storage.disk
+
+        def check() -> tuple[str, Governor, TrainingState, str]:
+            run_id = run_id_of(storage.run_id)
+            if disk is not None:
+                check_parent(Path(disk.directory))
+            most_steps, compares = policy.max_age_steps and policy.max_age_steps // 2, policy.on_divergence != "off"
+            training = TrainingState(model, optimizer, scheduler, scaler, synchronizer, data, compares)
+            governor = Governor(policy.max_overhead, policy.every, most_steps)
+            return run_id, governor, training, training.describe()
+
+        own = private_group(storage.process_group, storage.timeout)  # first: what fails on one rank, fails on all
+        self._policy, self._first, self._group = policy, 0, own.process_group
         self._rank = dist.get_rank(self._group)
         try:
-            if len(settings := set(gather_json(policy.compress, self._group))) > 1:
-                raise ValueError(
-                    f"compress is {' on some ranks and '.join(map(repr, settings))} on others: pass all the same"
-                )
-            if disk is not None:
-                on_all(self._group, lambda: check_parent(disk.directory), ValueError)
-            state = on_all(self._group, training.describe, ValueError)
+            settings = {name: getattr(policy, name) for name in ("every", "on_divergence", "compress")}
+            check_alike(settings | {"replicas": storage.replicas, "disk": disk and "a Disk"}, self._group)
+            run_id, governor, training, state = on_all(self._group, check, ValueError)
             about = {"world_size": dist.get_world_size(self._group), "state": state}
             registration = Registration(storage, run_id, about, self._group)
         except Exception:
             own.destroy()
             raise
-        self._training, self._registration, self._tier = training, registration, None
+        self._run_id, self._training, self._registration, self._tier = run_id, training, registration, None
         self._notices = Notices(self._rank)
         if disk is not None:
             named = {**about, "topology": topology_digest(about)}
@@ -160,13 +163,14 @@ class Checkpointer:
                 ``step``; or another trainer uses the versions to give up.
             ThinwireError: the versions could not be loaded.
         """
-        if fresh and step is not None:
-            raise ValueError(f"restore(fresh=True, step={step}): pass one of them")
         cycle, agreement = self._cycle, self._agreement
         cycle.settle()
         cycle.drop_turn()
         agreement.keep = -1
         try:  # the worker has nothing to do now, so the group is free
+            check_alike({"fresh": fresh, "step": step}, self._group)
+            if fresh and step is not None:
+                raise ValueError(f"restore(fresh=True, step={step}): pass one of them")
             restored = self._restorer.start_afresh() if fresh else self._restorer.restore(step)
             self._begin(restored)
             agreement.divergence = Divergence(restored.certified)  # training from here on is another history

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -65,6 +65,14 @@ def run_id_of(given: str | None) -> str:
 def gather_json(value: Any, group: dist.ProcessGroup) -> list[Any]:
     """Gather one value of every rank, in rank order; collective."""
     return agree.gather_json(Exchange(group), "checkpoint record", value)
+
+
+def check_alike(settings: Mapping[str, Any], group: dist.ProcessGroup) -> None:
+    """Raise ValueError on all ranks if they were given different values; collective."""
+    gathered = gather_json({name: repr(value) for name, value in settings.items()}, group)
+    for name in settings:
+        if len(values := sorted({each[name] for each in gathered})) > 1:
+            raise ValueError(f"{name} is {' on some ranks and '.join(values)} on others: pass all the same")
 
 
 def failures_of(reason: str, group: dist.ProcessGroup) -> str:

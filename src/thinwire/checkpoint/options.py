@@ -78,7 +78,7 @@ class Disk:
     parent is not.
 
     Args:
-        directory: its path.
+        directory: its path. A relative one means the same place wherever the script changes to later.
         every: seconds between two checkpoints, or a text such as "3h".
         keep: number of the newest checkpoints that are kept.
 
@@ -93,6 +93,7 @@ class Disk:
     keep: int = 2
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "directory", Path(self.directory).absolute())
         parse_seconds(self.every)
         if self.keep < 1:
             raise ValueError(f"keep={self.keep}: it is 1, 2, ...")

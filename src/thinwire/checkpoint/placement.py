@@ -7,7 +7,7 @@ machines: in every ring a machine keeps its own shard and sends it to the next `
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from fractions import Fraction
 from itertools import accumulate, pairwise
 from math import comb
@@ -98,12 +98,6 @@ def replicas_of_ranks(
             peers = (ranks_of_machines[host] for host in hosts[1:])
             holders[rank] = (rank, *(peer[local_rank % len(peer)] for peer in peers))
     return tuple(holders)
-
-
-def survives(holders: Holders, failed: Collection[int]) -> bool:
-    """Return whether every shard has a copy left when the machines ``failed`` are lost at once."""
-    lost = set(failed)
-    return not any(lost.issuperset(hosts) for hosts in holders)
 
 
 def sharing_domains(holders: Holders, domains: Sequence[Hashable]) -> tuple[int, ...]:

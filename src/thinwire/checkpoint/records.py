@@ -62,11 +62,6 @@ class Records:
         return list(self._kept)
 
     @property
-    def num_bytes(self) -> int:
-        """Size of the newest version in bytes, or 0 before the first one."""
-        return next((record.num_bytes for record in reversed(self._kept) if not record.skipped), 0)
-
-    @property
     def coded_bytes(self) -> int:
         """Bytes that are kept and sent of the newest version that is coded or needs no coding; 0 before."""
         return next((record.coded_bytes for record in reversed(self._kept) if record.coded_bytes), 0)
@@ -87,7 +82,7 @@ class Records:
         return {
             "checkpoint/versions": float(self.versions),
             "checkpoint/skipped": float(self.skipped),
-            "checkpoint/bytes": float(self.num_bytes),
+            "checkpoint/bytes": float(written[-1].num_bytes if written else 0),
             "checkpoint/coded_bytes": float(self.coded_bytes),
             "checkpoint/coding_seconds": median(r.coding_seconds for r in written) if written else 0.0,
             "checkpoint/blocking_seconds": median(r.blocking_seconds for r in written) if written else 0.0,

@@ -30,7 +30,7 @@ from thinwire.checkpoint.options import Storage
 from thinwire.checkpoint.pacing.counters import BusySampler, TransmitCounters, interface_to
 from thinwire.checkpoint.placement import replicas_of_ranks
 from thinwire.checkpoint.state.layout import aligned
-from thinwire.comm.hosts import boot_id
+from thinwire.comm.hosts import boot_id, network_identity
 from thinwire.errors import ThinwireError
 
 logger = logging.getLogger("thinwire")
@@ -112,7 +112,8 @@ class Registration:
         self, storage: Storage, run_id: str, about: dict[str, Any], group: dist.ProcessGroup, leases: bool = True
     ) -> None:
         domain = storage.domain
-        self._path, self.run_id, self.about = socket_path(storage.holder_socket), run_id, about
+        self._path = on_all(group, lambda: socket_path(storage.holder_socket), ValueError)
+        self.run_id, self.about = run_id, about
         self.topology = topology_digest(about)
         self.marker = RunMarker(self._path, run_id)
         self._domain = domain if domain is not None else os.environ.get("THINWIRE_DOMAIN", "")
@@ -146,10 +147,6 @@ class Registration:
     def here(self) -> str:
         """The address of the holder of this host."""
         return self.holders[self.rank]
-
-    @property
-    def local_ranks(self) -> int:
-        return self.holders.count(self.here)
 
     def sampler(self) -> BusySampler | None:
         """Return what sees the traffic on the way to the other holders; None if there are none, or no counters."""
@@ -219,8 +216,8 @@ class Registration:
                 address = str(self.client.holder_status()["address"])
             except ThinwireError as reason:
                 error = str(reason)
-        names = [self.run_id, self.topology]
-        mine = {"address": address, "error": error, "boot": boot_id() or "", "names": names, "domain": self._domain}
+        mine = {"address": address, "error": error, "names": [self.run_id, self.topology], "domain": self._domain}
+        mine |= {"machine": boot_id() or "", "network": network_identity()}
         gathered = gather_json(mine, self.group)
         for rank, each in enumerate(gathered):
             if each["names"] != gathered[0]["names"]:
@@ -232,15 +229,18 @@ class Registration:
         labels = [each["domain"] or each["address"] for each in gathered]
         self._domains = labels if any(each["domain"] for each in gathered) else None
         local = next((holder for holder in self.holders if is_loopback(parse_address(holder)[0])), None)
-        if local is not None and len({each["boot"] for each in gathered}) > 1:
-            raise ValueError(f"other hosts cannot reach the holder at {local}: start it with --bind ADDRESS")
+        where = "network" if len(set(self.holders)) > 1 else "machine"  # containers may share one holder by its socket
+        if local is not None and len({each[where] for each in gathered}) > 1:
+            raise ValueError(
+                f"other hosts cannot reach the holder at {local}: end it with: thinwire holder --stop, and start one"
+                " with --bind ADDRESS, or torchrun's thinwire rendezvous with --local-addr ADDRESS or THINWIRE_BIND"
+            )
 
-    def reconnect(self) -> bool:
-        """Reconnect if necessary and return whether there is a connection; not collective."""
+    def reconnect(self) -> None:
+        """Reconnect if necessary and possible; not collective."""
         if self.client is None:
             with contextlib.suppress(ThinwireError, ValueError, OSError):
                 self.client = self._connect()
-        return self.client is not None
 
     def close(self) -> None:
         """Close the connection, also to a holder that is gone; not collective."""

@@ -512,35 +512,19 @@ class Restorer:
                     " starts over: what it did before is lost if there were checkpoints (a Disk outlives holders)"
                 )
             return
-        text = f"no checkpoint of run {self._run_id!r} can be restored: {why or self._nothing_left()}"
+        where = f"; there is none in {self._tier.directory}: is it mounted?" if self._tier is not None else ""
+        lost = f"it had reached step {self._known.step}, and no holder here has any of it{where}"
+        text = f"no checkpoint of run {self._run_id!r} can be restored: {why or lost}"
         if seen and not (on_disk or is_known) and max(version.step for version in seen) <= _UNFINISHED * self._every:
             self._tell(f"{text}. It was at its beginning, so training starts over")
             self._forget()
             return
         raise ValueError(
-            f"{text}. {self._where_else(surveyed)}{_asked(surveyed, self._registration.holders)}"
+            f"{text}. {_asked(surveyed, self._registration.holders)}"
             "Training does not start over by itself, because that would overwrite"
             " what is left. Start as many ranks of the same model as before, on the same hosts; or restore(step=...)"
             " an older step where there is one; or give the run up with restore(fresh=True)"
         )
-
-    def _nothing_left(self) -> str:
-        where = f"; there is none in {self._tier.directory}: is it mounted?" if self._tier is not None else ""
-        return f"it had reached step {self._known.step}, and no holder here has any of it{where}"
-
-    def _where_else(self, surveyed: Survey) -> str:
-        """Where the missing shards of the newest step were, as its other shards tell; collective."""
-        for version in foreign_steps(surveyed.inventories, self._run_id, "")[:1]:
-            layouts = gather_layouts(version, self._registration)
-            gathered = next(iter(layouts.values())).about if layouts else {}
-            holders, here = gathered.get("holders", []), set(self._registration.holders)
-            missing = [(owner, holder) for owner, holder in enumerate(holders) if owner not in layouts]
-            away = sorted({holder for _, holder in missing if holder not in here})
-            if missing:
-                where = f"the hosts at {', '.join(away[:8])}, which are not part of this job" if away else "lost hosts"
-                shards = _listed([owner for owner, _ in missing])
-                return f"Shards {shards} of step {version.step} were on {where}. "
-        return ""
 
 
 def _asked(surveyed: Survey, inside: Sequence[str]) -> str:

@@ -31,13 +31,18 @@ def boot_id() -> str | None:
 def host_identity() -> str:
     """Return a text that processes on one host share and others do not.
 
-    It is the boot id (or the host name if that cannot be read) and the network namespace: containers with their own
-    namespaces, and emulated hosts, count as separate hosts, since bytes between them pass a network.
-    `HOST_VARIABLE` overrides it.
+    It is the network of this process, unless `HOST_VARIABLE` overrides it.
     """
     given = os.environ.get(HOST_VARIABLE)
-    if given:
-        return f"given {given}"
+    return f"given {given}" if given else network_identity()
+
+
+def network_identity() -> str:
+    """Return a text that processes share which reach each other over the loopback interface.
+
+    It is the boot id (or the host name if that cannot be read) and the network namespace: containers with their own
+    namespaces, and emulated hosts, count as separate hosts, since bytes between them pass a network.
+    """
     machine, namespace = boot_id() or socket.gethostname(), ""
     with contextlib.suppress(OSError):
         namespace = os.readlink("/proc/self/ns/net")

@@ -44,7 +44,7 @@ def test_one_line_names_the_mistake(
     command: list[str], says: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.delenv("THINWIRE_SECRET", raising=False)
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("THINWIRE_HOLDER", str(tmp_path / "holder.sock"))
     monkeypatch.chdir(tmp_path)
     said = error_of(*command)
     assert said.startswith(f"error: {says}")

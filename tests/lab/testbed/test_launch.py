@@ -6,8 +6,9 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from multiprocessing import util
+from multiprocessing import forkserver, util
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -99,6 +100,16 @@ def start_launcher(call: str, directory: str) -> tuple[subprocess.Popen, set[int
     pids = {int(word) for _ in range(2) for word in launcher.stdout.readline().split()}
     assert len(pids) == 3, "two ranks and the fork server"
     return launcher, pids
+
+
+def test_a_tmpdir_that_is_too_long_for_sockets_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    deep = tmp_path / ("x" * 120)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    monkeypatch.setitem(multiprocessing.current_process()._config, "tempdir", None)  # type: ignore[attr-defined]
+    monkeypatch.setattr(forkserver, "connect_to_new_process", forkserver.ForkServer().connect_to_new_process)
+    with pytest.raises(ValueError, match=f"no socket fits in {deep}: set TMPDIR to a shorter path"):
+        run_ranks(sum_ranks, 1.0, world_size=1)
 
 
 def test_ranks_start_with_what_their_module_imports() -> None:

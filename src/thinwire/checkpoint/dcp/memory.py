@@ -42,7 +42,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from thinwire.checkpoint.agreement import Agreement, Turn
-from thinwire.checkpoint.group import failures_of, gather_json, on_all, private_group, run_id_of
+from thinwire.checkpoint.group import check_alike, failures_of, gather_json, on_all, private_group, run_id_of
 from thinwire.checkpoint.holder.version import StoredStep
 from thinwire.checkpoint.options import Storage
 from thinwire.checkpoint.pacing.gaps import Pacer
@@ -63,10 +63,11 @@ class MemoryStorage:
     """The ranks of a `MemoryWriter` or `MemoryReader`, their registration, and the step that DCP asked for."""
 
     def __init__(self, storage: Storage, leases: bool) -> None:
-        self._run_id = run_id_of(storage.run_id)
         self._group: Any = private_group(storage.process_group, storage.timeout).process_group
         self._about = {"world_size": dist.get_world_size(self._group), "state": STATE}
         try:
+            check_alike({"replicas": storage.replicas}, self._group)
+            self._run_id = on_all(self._group, lambda: run_id_of(storage.run_id), ValueError)
             self._registration = Registration(storage, self._run_id, self._about, self._group, leases)
         except Exception:
             dist.destroy_process_group(self._group)

@@ -356,13 +356,12 @@ _RETRY_SECONDS = 60.0  # at most, until a save that failed is tried again
 Take = Callable[[], tuple[bytes, memoryview, memoryview | None]]
 
 
-def check_parent(directory: str | Path) -> None:
+def check_parent(directory: Path) -> None:
     """Raise ValueError if there is neither the directory nor the one that it would be made in."""
-    parent = Path(directory).absolute().parent
-    if not Path(directory).is_dir() and not parent.is_dir():
+    if not directory.is_dir() and not directory.parent.is_dir():
         raise ValueError(
-            f"Disk({str(directory)!r}): there is no directory {parent} on {os.uname().nodename}: mount its file"
-            " system, or make it (only the last directory of the path is made by itself)"
+            f"Disk({str(directory)!r}): there is no directory {directory.parent} on {os.uname().nodename}: mount its"
+            " file system, or make it (only the last directory of the path is made by itself)"
         )
 
 

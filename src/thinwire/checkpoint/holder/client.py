@@ -24,7 +24,7 @@ from thinwire.checkpoint.holder.version import (
     stored_steps,
     topology_digest,
 )
-from thinwire.errors import CorruptMessageError, LostPeerError, ThinwireError
+from thinwire.errors import CorruptMessageError, LostPeerError, PeerError, ThinwireError
 
 DEFAULT_LAYOUT_BYTES = 1 << 20
 _SLOW_SECONDS = 600.0  # for requests that read or move whole versions
@@ -158,11 +158,12 @@ class HolderClient:
         pid = connection.peer_pid
         try:
             connection.greet(secret)
-        except LostPeerError as error:
+        except PeerError as error:
             connection.close()
-            text = f"the holder at {socket_path}, process {pid}, does not answer: {error}"
-            hint = f"; to end one of another release: thinwire holder --stop --pid {pid}; to wake one: kill -CONT {pid}"
-            raise LostPeerError(text + (hint if pid else "")) from error
+            what = "does not answer" if isinstance(error, LostPeerError) else "refuses"
+            text = f"the holder at {socket_path}, process {pid}, {what}: {error}"
+            hint = f"; to end one of an earlier start or release: thinwire holder --stop --pid {pid}; to wake one: kill"
+            raise type(error)(text + (f"{hint} -CONT {pid}" if pid else "")) from error
         except BaseException:
             connection.close()
             raise

@@ -491,7 +491,9 @@ def _claim(socket_path: Path) -> int:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         os.close(descriptor)
-        raise AlreadyRunning(f"a holder already serves {socket_path}; see it with: thinwire holder --status") from error
+        raise AlreadyRunning(
+            f"a holder already serves {socket_path}; see thinwire holder --status, or --stop"
+        ) from error
     os.ftruncate(descriptor, 0)
     os.write(descriptor, b"%d\n" % os.getpid())
     return descriptor

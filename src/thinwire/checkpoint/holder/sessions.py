@@ -459,16 +459,12 @@ class TrainerSession(Session):
             shard.keep = version.attempt, version.step
             if self.common is not None:
                 self.common.keep = shard.keep
-            self._free_unwanted(shard)
+            self.store.changed.notify_all()
+            self.store.changed.wait_for(  # useless versions that are sent would keep their slots from the next one
+                lambda: not any(h.readers and h.manifest and not shard.is_wanted(h.manifest) for h in shard.holdings),
+                _UNWANTED_SECONDS,
+            )
         return {}
-
-    def _free_unwanted(self, shard: Shard) -> None:
-        """Wait for useless versions that are being sent: each would keep its slot from the next version."""
-        self.store.changed.notify_all()
-        self.store.changed.wait_for(
-            lambda: not any(h.readers and h.manifest and not shard.is_wanted(h.manifest) for h in shard.holdings),
-            _UNWANTED_SECONDS,
-        )
 
     def open(self, request: dict[str, Any], _: bytes) -> None:
         version = Version.from_json(get(request, "version", dict))

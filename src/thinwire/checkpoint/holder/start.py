@@ -14,7 +14,6 @@ import signal
 import stat
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -24,7 +23,7 @@ from socket import getaddrinfo
 from typing import Any
 
 from thinwire.checkpoint.holder.client import HolderClient
-from thinwire.checkpoint.holder.replication import is_loopback
+from thinwire.checkpoint.holder.replication import is_loopback, parse_address
 from thinwire.checkpoint.holder.slots import parse_json
 from thinwire.checkpoint.holder.store import BudgetError, available_bytes, parse_bytes
 from thinwire.checkpoint.holder.version import NONCE_BITS, field
@@ -35,6 +34,7 @@ logger = logging.getLogger("thinwire")
 SECRET_VARIABLE, SOCKET_VARIABLE = "THINWIRE_SECRET", "THINWIRE_HOLDER"
 AGENT_VARIABLE = "THINWIRE_AGENT"  # the process of the elastic agent, for its workers
 STANDBYS_VARIABLE = "THINWIRE_STANDBYS"  # holders of hosts that stand by or are gone, for them too
+_PATH_BYTES = 100  # of the 107 of <sys/un.h>: warm workers listen beside it, at PATH.warm
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 _EXITING = 0x4  # in the flags of a process (PF_EXITING of <linux/sched.h>): its memory may take long to free
 
@@ -69,8 +69,12 @@ class HolderOptions:
 
 
 def default_directory() -> Path:
-    """Return this user's directory for the socket of a holder; a reboot may empty it."""
-    return Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()) / f"thinwire-{os.getuid()}"
+    """Return this user's directory for the socket of a holder; a reboot may empty it.
+
+    It depends on the user alone: a login, cron and a batch system set XDG_RUNTIME_DIR and TMPDIR each in its way, and
+    the next start of a run has to find the holder of the one before.
+    """
+    return Path("/tmp") / f"thinwire-{os.getuid()}"
 
 
 def socket_path(given: str | Path | None = None) -> Path:
@@ -80,12 +84,14 @@ def socket_path(given: str | Path | None = None) -> Path:
         path = Path(named).absolute()
         if not path.parent.is_dir():
             raise ValueError(f"{path.parent} is not a directory")
+        if len(os.fsencode(path)) > _PATH_BYTES:
+            raise ValueError(f"{path} is too long for a socket: name a shorter path with {SOCKET_VARIABLE} or --socket")
         return path
     directory = default_directory()
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    directory.mkdir(mode=0o700, exist_ok=True)
     result = directory.lstat()
     if not stat.S_ISDIR(result.st_mode) or result.st_uid != os.getuid() or result.st_mode & 0o077:
-        raise ValueError(f"{directory} is open to other users; remove it, or name another path with --socket")
+        raise ValueError(f"{directory} is open to other users; remove it, or name another path with {SOCKET_VARIABLE}")
     return directory / "holder.sock"
 
 
@@ -120,7 +126,10 @@ def _secret_for(bind: str, socket: Path, secret_file: str | None) -> bytes:
     path = _generated(socket)
     if secret_file is None and not os.environ.get(SECRET_VARIABLE):
         if not is_loopback(bind):
-            _check_address(bind)
+            try:
+                getaddrinfo(bind, None)
+            except OSError as error:
+                raise ValueError(f"--bind {bind}: {error.strerror or error}") from error
             raise ValueError(
                 f"peers connect to {bind}: give all holders and trainers of the job one secret, by --secret-file or"
                 f" {SECRET_VARIABLE}"
@@ -133,13 +142,6 @@ def _secret_for(bind: str, socket: Path, secret_file: str | None) -> bytes:
                 os.link(partial, path)
             partial.unlink()
     return load_secret(socket, secret_file)
-
-
-def _check_address(bind: str) -> None:
-    try:
-        getaddrinfo(bind, None)
-    except OSError as error:
-        raise ValueError(f"--bind {bind}: {error.strerror or error}") from error
 
 
 def budget_bytes(memory_budget: str | None) -> int:
@@ -234,7 +236,15 @@ def ensure_holder(options: HolderOptions | None = None, timeout_seconds: float =
         reason = ""
         try:
             if path.exists():
-                return HolderClient.connect(path, load_secret(path, options.secret_file))
+                client = HolderClient.connect(path, load_secret(path, options.secret_file))
+                address = client.holder_status()["address"]
+                if is_loopback(options.bind) or not is_loopback(parse_address(address)[0]):
+                    return client
+                client.close()
+                raise ValueError(
+                    f"an earlier start left the holder of this host at {address}, where other hosts cannot reach it:"
+                    " end it, and free what it keeps, with: thinwire holder --stop"
+                )
         except LostPeerError as error:
             reason = str(error)
         try:
@@ -302,7 +312,8 @@ class RunMarker:
     def __init__(self, socket: Path, run_id: str) -> None:
         directory = socket.parent
         if directory == default_directory():
-            directory = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "thinwire"
+            with contextlib.suppress(RuntimeError):  # a user without a home
+                directory = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "thinwire"
         name = hashlib.sha256(run_id.encode(errors="surrogatepass")).hexdigest()[:16]  # an id may be no UTF-8
         self.path = directory / f"{socket.name}.run-{name}"
 

@@ -181,7 +181,12 @@ def _start(setup: RankSetup, payload: bytes) -> RankProcess:
     ours, theirs = context.Pipe()
     with theirs, _interrupted_later():
         process = context.Process(target=rank_main, args=(setup, theirs, payload), name=f"rank {setup.rank}")
-        process.start()
+        try:
+            process.start()
+        except OSError as error:
+            if "AF_UNIX" not in str(error):
+                raise
+            raise ValueError(f"no socket fits in {tempfile.gettempdir()}: set TMPDIR to a shorter path") from error
     return RankProcess(setup.rank, process, ours)
 
 

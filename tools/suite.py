@@ -36,6 +36,7 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # <linux/prctl.h>
 def main(arguments: list[str]) -> int:
     """Run the suite and return its exit status."""
     adopt_orphans()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # through the clean-up, as Ctrl-C goes
     status, failures = run(arguments)
     if status != TESTS_FAILED or not failures:
         return status

@@ -213,40 +213,29 @@ class ThinwireGroup(dist.ProcessGroup):
             count = self._count("all_reduce_sparse", rows)
             begin = partial(_sparse_sum, tensor, self.settings.rows, scale, count)
             return self._submit("all_reduce_sparse", tensor, count, begin, is_whole=True)
+        begin = None
         if self._may_code("all_reduce", tensor) and (scale := self._scale(tensor, arguments, keywords)) is not None:
-            count = self._decided("all_reduce", tensor, tensor.nbytes)
-            if count.decision == LOSSLESS:
-                return self._submit("all_reduce", tensor, count, partial(_coded_sum, _values(tensor), scale))
-            return self._timed(tensor, self._plain.allreduce(tensors, *arguments, **keywords))
-        self._count("all_reduce", 0 if tensor.is_sparse else tensor.nbytes)
-        return self._plain.allreduce(tensors, *arguments, **keywords)
+            begin = partial(_coded_sum, _values(tensor), scale)
+        forward = partial(self._plain.allreduce, tensors, *arguments, **keywords)
+        return self._run("all_reduce", tensor, tensor, begin, forward)
 
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, *arguments: Any, **keywords: Any) -> dist.Work:
         """Sum [n * k] over all ranks; ``output`` [k] gets the part of this rank."""
-        if self._may_code("reduce_scatter", tensor) and _are_parts(output, tensor, self.size()):
-            scale = self._scale(tensor, arguments, keywords)
-            if scale is not None:
-                count = self._decided("reduce_scatter", tensor, tensor.nbytes)
-                if count.decision == LOSSLESS:
-                    begin = partial(_coded_reduce_scatter, _values(output), _values(tensor), scale)
-                    return self._submit("reduce_scatter", output, count, begin)
-                work = self._plain.reduce_scatter_single(output, tensor, *arguments, **keywords)
-                return self._timed(tensor, work)
-        self._count("reduce_scatter", tensor.nbytes)
-        return self._plain.reduce_scatter_single(output, tensor, *arguments, **keywords)
+        begin, scale = None, self._scale(tensor, arguments, keywords)
+        if scale is not None and self._may_code("reduce_scatter", tensor) and _are_parts(output, tensor, self.size()):
+            begin = partial(_coded_reduce_scatter, _values(output), _values(tensor), scale)
+        forward = partial(self._plain.reduce_scatter_single, output, tensor, *arguments, **keywords)
+        return self._run("reduce_scatter", tensor, output, begin, forward)
 
     _reduce_scatter_base = reduce_scatter_single
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, *arguments: Any, **keywords: Any) -> dist.Work:
         """Gather [k] of each rank as ``output`` [n * k]."""
+        begin = None
         if self._may_code("all_gather", tensor) and _are_parts(tensor, output, self.size()):
-            count = self._decided("all_gather", tensor, output.nbytes)
-            if count.decision == LOSSLESS:
-                begin = partial(_coded_gather, _values(output), _values(tensor))
-                return self._submit("all_gather", output, count, begin)
-            return self._timed(output, self._plain.all_gather_single(output, tensor, *arguments, **keywords))
-        self._count("all_gather", output.nbytes)
-        return self._plain.all_gather_single(output, tensor, *arguments, **keywords)
+            begin = partial(_coded_gather, _values(output), _values(tensor))
+        forward = partial(self._plain.all_gather_single, output, tensor, *arguments, **keywords)
+        return self._run("all_gather", tensor, output, begin, forward)
 
     _allgather_base = all_gather_single
 
@@ -255,13 +244,11 @@ class ThinwireGroup(dist.ProcessGroup):
         tensor: Tensor = tensors if isinstance(tensors, Tensor) else tensors[0]
         options = arguments[0] if arguments else keywords.get("opts", keywords.get("root", 0))
         source = getattr(options, "rootRank", options)
+        begin = None
         if self._may_code("broadcast", tensor) and 0 <= source < self.size():
-            count = self._decided("broadcast", tensor, tensor.nbytes)
-            if count.decision == LOSSLESS:
-                return self._submit("broadcast", tensor, count, partial(_coded_broadcast, _values(tensor), source))
-            return self._timed(tensor, self._plain.broadcast(tensors, *arguments, **keywords))
-        self._count("broadcast", tensor.nbytes)
-        return self._plain.broadcast(tensors, *arguments, **keywords)
+            begin = partial(_coded_broadcast, _values(tensor), source)
+        forward = partial(self._plain.broadcast, tensors, *arguments, **keywords)
+        return self._run("broadcast", tensor, tensor, begin, forward)
 
     def send(self, tensors: list[Tensor], dstRank: int, tag: int = 0) -> dist.Work:
         """Send a tensor to one rank; it says itself whether it is coded."""
@@ -349,12 +336,23 @@ class ThinwireGroup(dist.ProcessGroup):
         count.reason = choice.reason
         return count
 
-    def _timed(self, tensor: Tensor, work: dist.Work) -> dist.Work:
-        if self._choice is not None:
-            self._choice.watch(work, tensor.nbytes)
-        return work
-
     # --- how it is run
+
+    def _run(
+        self, name: str, tensor: Tensor, result: Tensor, begin: Begin | None, forward: Callable[[], dist.Work]
+    ) -> dist.Work:
+        """Run a collective coded, which may begin, or forward it."""
+        num_bytes = 0 if tensor.is_sparse else max(tensor.nbytes, result.nbytes)
+        if begin is None:
+            self._count(name, num_bytes)
+            return forward()
+        count = self._decided(name, tensor, num_bytes)
+        if count.decision == LOSSLESS:
+            return self._submit(name, result, count, begin)
+        work = forward()
+        if self._choice is not None:
+            self._choice.watch(work, num_bytes)
+        return work
 
     def _submit(self, name: str, result: Tensor, count: _Count, begin: Begin, is_whole: bool = False) -> dist.Work:
         """Run a sum on the lane; return its work. Unless it is whole, it may begin while the one before ends."""

@@ -19,7 +19,19 @@ _VGG16 = ((1, 2), (2, 2), (4, 3), (8, 3), (8, 3))
 
 
 @dataclass(frozen=True)
-class DigitsJob(Job):
+class _ImagesJob(Job):
+    """Base of jobs on the digits. Labels are smoothed, so that differences of losses mean something."""
+
+    steps: int = 150
+    batch_size: int = 16
+    label_smoothing: float = 0.1
+
+    def load(self) -> Data:
+        return load_digits(self.name)
+
+
+@dataclass(frozen=True)
+class DigitsJob(_ImagesJob):
     """Classification of 1,797 images of 8 x 8 (Alpaydin and Kaynak 1998, UCI), a fifth of them held out. Needs
     scikit-learn.
 
@@ -30,14 +42,8 @@ class DigitsJob(Job):
 
     name: str = "digits"
     steps: int = 400
-    batch_size: int = 16
-    learning_rate: float = 0.1
-    label_smoothing: float = 0.1
     channels: int = 32
     hidden_size: int = 1064
-
-    def load(self) -> Data:
-        return load_digits(self.name)
 
     def network(self) -> nn.Module:
         channels = self.channels
@@ -55,7 +61,7 @@ class DigitsJob(Job):
 
 
 @dataclass(frozen=True)
-class VggJob(Job):
+class VggJob(_ImagesJob):
     """VGG16 with batch normalization (Simonyan and Zisserman, ICLR'15) on the digits, enlarged to three colors of
     ``size`` x ``size``.
 
@@ -70,17 +76,11 @@ class VggJob(Job):
     published_parameters: ClassVar[float] = 138.4e6
 
     name: str = "vgg"
-    steps: int = 150
-    batch_size: int = 16
     learning_rate: float = 0.03
-    label_smoothing: float = 0.1
     size: int = 32
     channels: int = 12
     hidden_size: int = 704
     num_classes: int = 10
-
-    def load(self) -> Data:
-        return load_digits(self.name)
 
     def network(self) -> nn.Module:
         layers: list[nn.Module] = [_Enlarge(self.size)]
@@ -105,7 +105,7 @@ class VggJob(Job):
 
 
 @dataclass(frozen=True)
-class ResNetJob(Job):
+class ResNetJob(_ImagesJob):
     """A ResNet of bottleneck blocks (He et al., CVPR'16) on the digits, in three colors of ``size`` x ``size``.
 
     Published: ResNet-101 on ImageNet, 44.5M parameters.
@@ -117,17 +117,11 @@ class ResNetJob(Job):
     published_parameters: ClassVar[float] = 44.5e6
 
     name: str = "resnet"
-    steps: int = 150
-    batch_size: int = 16
     learning_rate: float = 0.02
-    label_smoothing: float = 0.1
     size: int = 32
     channels: int = 24
     blocks: tuple[int, ...] = (1, 1, 1, 1)
     num_classes: int = 10
-
-    def load(self) -> Data:
-        return load_digits(self.name)
 
     def network(self) -> nn.Module:
         stages: list[nn.Module] = []

@@ -183,15 +183,13 @@ def _listening() -> list[Address]:
 
 def connected() -> list[Connected]:
     """Return the connections of this process."""
-    return list(_connected())
-
-
-def _connected() -> Iterator[Connected]:
+    found = []
     for descriptor, own in _tcp_sockets():
         with contextlib.suppress(OSError):
             known = _Socket(descriptor, os.fstat(own.fileno()).st_ino, own.family)
             if known.is_connected():
-                yield _ends(own), known
+                found.append((_ends(own), known))
+    return found
 
 
 def _ends(own: socket.socket) -> Connection:

@@ -9,6 +9,7 @@ import atexit
 import contextlib
 import logging
 import queue
+import re
 import secrets
 import socket
 import threading
@@ -21,6 +22,7 @@ from concurrent.futures import wait
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import count
+from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -85,8 +87,7 @@ def resolve_group(process_group: Group) -> dist.ProcessGroup:
     return process_group
 
 
-_idle_groups: WeakKeyDictionary[dist.ProcessGroup, list[tuple[timedelta | None, PrivateGroup]]]
-_idle_groups = WeakKeyDictionary()
+_idle_groups: WeakKeyDictionary[dist.ProcessGroup, list[tuple[timedelta | None, PrivateGroup]]] = WeakKeyDictionary()
 STORE_SECONDS = 2.0
 """Seconds that a rank waits for a connection to the store, which takes less than one ms."""
 _NONCE_BYTES = 8
@@ -230,11 +231,23 @@ def _gather(data: bytes, group: dist.ProcessGroup, limit: timedelta) -> list[byt
     return [row[:size].numpy().tobytes() for row, size in zip(rows.cpu(), sizes, strict=True)]
 
 
+<<<<<<< HEAD
 def _meet(parent: dist.ProcessGroup, notes: Notes, limit: timedelta) -> tuple[str, list[list[Connected]]]:
     """Return a name for a group that only these ranks know, drawn by one, and which connections lead to which rank.
+=======
+def _processes(parent: dist.ProcessGroup, notes: Notes, limit: timedelta) -> list[list[Connected]]:
+    """Return which connections lead to which rank, and agree on a number: the store may be of an earlier attempt."""
+    connections = connected()
+    records = _gather(secrets.token_bytes(_JOB_BYTES) + packed_ends(connections), parent, limit)
+    notes.begin(_jobs.setdefault(parent, int.from_bytes(records[0][:_JOB_BYTES], "little")))
+    ends = [record[_JOB_BYTES:] for record in records]
+    ends[parent.rank()] = b""  # connections of this process to itself
+    return between(connections, ends)
+>>>>>>> w40
 
     Notes begin with the first such number of a group: the store may have those of an earlier attempt of the job.
     """
+<<<<<<< HEAD
     connections = connected()
     records = _gather(secrets.token_bytes(_NONCE_BYTES) + packed_ends(connections), parent, limit)
     nonce = records[0][:_NONCE_BYTES]
@@ -242,6 +255,21 @@ def _meet(parent: dist.ProcessGroup, notes: Notes, limit: timedelta) -> tuple[st
     ends = [record[_NONCE_BYTES:] for record in records]
     ends[parent.rank()] = b""  # connections of this process to itself
     return f"thinwire {nonce.hex()}", between(connections, ends)
+=======
+    global _last_number_of_groups
+    mine = number_of_groups()
+    device = device_of(parent)
+    most = torch.tensor([max(mine, _last_number_of_groups + 1)], device=device)
+    _all_reduce(most, parent, limit, dist.ReduceOp.MAX)
+    _last_number_of_groups = int(most)
+    me: dict[str, Any] = {"ranks": [dist.get_rank()], "backend": "gloo", "use_local_synchronization": True}
+    alone: list[Any] = [dist.new_group(**me) for _ in range(_last_number_of_groups - mine)]
+    try:
+        yield
+    finally:
+        for group in alone:
+            dist.destroy_process_group(group)
+>>>>>>> w40
 
 
 def _notes_of(parent: dist.ProcessGroup) -> Notes:
@@ -294,6 +322,32 @@ def _end_all() -> None:
         lane.abandon()
     for lane in lanes:
         lane.join(EXIT_SECONDS)
+    _leave_python_to_gloo()
+
+
+_RUN_LOOP = re.compile(r"Name:\tpt_gloo_runloop\n.*\nState:\t(\w).*\nvoluntary_ctxt_switches:\t(\d+)", re.DOTALL)
+
+
+def _leave_python_to_gloo() -> None:
+    """Sleep until no thread of Gloo wants Python: dropping its last work after Python has gone aborts the process.
+
+    Two looks at the system's notes have to see each thread asleep, and never awake between them: then it waits for a
+    work or for a peer. One that waits for Python wakes every 5 ms (`sys.getswitchinterval`). Where a system keeps no
+    such notes, as macOS, this does nothing.
+    """
+    end, before = time.monotonic() + EXIT_SECONDS, list[object]()
+    while (now := _sleeps()) != before and time.monotonic() < end:
+        before = now
+        time.sleep(0.02)
+
+
+def _sleeps() -> list[object]:
+    """Return how often each thread of Gloo has fallen asleep; for one that is awake, what equals nothing else."""
+    texts = []
+    for path in Path("/proc/self/task").glob("*/status"):
+        with suppress(OSError):  # the thread has ended
+            texts.append(path.read_text())
+    return [one[2] if one[1] == "S" else object() for one in map(_RUN_LOOP.match, texts) if one]
 
 
 ENDING_SECONDS = 0.05
@@ -721,8 +775,7 @@ class Lane:
 
     def _run_next(self) -> bool:
         """Run the next job; a separate function, so that no job and its gradients are referenced while waiting."""
-        job = self._jobs.get()
-        if job is not None:
+        if (job := self._jobs.get()) is not None:
             job()
         return job is not None
 

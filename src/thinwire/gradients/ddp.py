@@ -37,6 +37,15 @@ from thinwire.gradients.tables import sparse_tables_of, weak
 Groups = tuple[tuple[str, ...], ...]
 
 
+def keep_group(model: DistributedDataParallel) -> None:
+    """Keep the group of a DDP model until the model's C++ parts are gone, which otherwise may be its last owners.
+
+    They would wait for the group's threads with Python locked, for ever if one of these wants it to drop its last work.
+    """
+    for part in (model.reducer, model.logger):
+        weakref.finalize(part, id, model.process_group).atexit = False  # type: ignore[misc]  # in the stubs a field
+
+
 def check_buckets(model: DistributedDataParallel, groups: Groups) -> None:
     """Check that the buckets of a DDP model are the groups of a plan.
 
@@ -47,12 +56,11 @@ def check_buckets(model: DistributedDataParallel, groups: Groups) -> None:
         ValueError: they differ; the message has the argument to pass.
     """
     buckets = expected_buckets(model, groups)
-    if are_same(buckets, groups):
-        return
-    raise ValueError(
-        f"the plan has {len(groups)} groups, and DDP was built for {len(buckets)} other buckets, which cannot change"
-        f" any more: {_how(model)}"
-    )
+    if not are_same(buckets, groups):
+        raise ValueError(
+            f"the plan has {len(groups)} groups, and DDP was built for {len(buckets)} other buckets, which cannot"
+            f" change any more: {_how(model)}"
+        )
 
 
 def are_same(buckets: Sequence[Sequence[str]], groups: Sequence[Sequence[str]]) -> bool:
@@ -75,8 +83,7 @@ def expected_buckets(model: DistributedDataParallel, groups: Groups) -> Groups:
 
 def _caps_bytes(model: DistributedDataParallel) -> list[int]:
     """Return the caps that DDP passes on; per bucket since torch 2.11."""
-    caps = list(getattr(model, "bucket_bytes_cap_list", ()))
-    if caps:
+    if caps := list(getattr(model, "bucket_bytes_cap_list", ())):
         return caps
     first = dist._DEFAULT_FIRST_BUCKET_BYTES if model.bucket_bytes_cap_default else model.bucket_bytes_cap
     return [first, model.bucket_bytes_cap]
@@ -194,6 +201,7 @@ def renew(ddp: DistributedDataParallel) -> bool:
         return False
     del _dispatchers[ddp]
     internals.renew_reducer(ddp)
+    keep_group(ddp)
     return True
 
 
@@ -300,17 +308,15 @@ class Alone(Plug):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self._ddp = weakref.ref(model) if isinstance(model, DistributedDataParallel) else None
+        self._ddp = weakref.ref(model) if isinstance(model, DistributedDataParallel) else lambda: None
 
     @property
     def synchronizes(self) -> bool:
-        ddp = None if self._ddp is None else self._ddp()
-        return super().synchronizes if ddp is None else ddp.require_backward_grad_sync
+        return super().synchronizes if (ddp := self._ddp()) is None else ddp.require_backward_grad_sync
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        ddp = None if self._ddp is None else self._ddp()
-        with super().no_sync() if ddp is None else ddp.no_sync():
+        with super().no_sync() if (ddp := self._ddp()) is None else ddp.no_sync():
             yield
 
 

@@ -30,7 +30,7 @@ from thinwire.gradients.buckets import OTHERS, Buckets, Sums, as_real
 from thinwire.gradients.collective import CollectiveTables, measured
 from thinwire.gradients.compressed import CompressedSync, Statistics
 from thinwire.gradients.compression import GradScaler, Methods
-from thinwire.gradients.ddp import Alone, DdpPlug, LeftToDdp, Plug, can_move
+from thinwire.gradients.ddp import Alone, DdpPlug, LeftToDdp, Plug, can_move, keep_group
 from thinwire.gradients.exact import GradientSync, NativeAllReduce, is_native, route_asked_for
 from thinwire.gradients.lossless import LosslessSync
 from thinwire.gradients.module import module_of, synchronized_buffers, synchronized_parameters
@@ -513,7 +513,8 @@ class Synchronizer(Attached):
         return is_free and can_sum and self._staging.is_host and self._lane.world_size > 1 and can_move(self._model)
 
     def _make_plug(self, sums: Sums) -> Plug:
-        is_ddp = isinstance(self._model, DistributedDataParallel)
+        if is_ddp := isinstance(self._model, DistributedDataParallel):
+            keep_group(self._model)
         planned = () if self._intent is None else self._intent.names
         dense = {*planned, *(() if self._compressed is None else self._compressed.plans)}
         rows = {key for key, name in self._names.items() if name not in dense}

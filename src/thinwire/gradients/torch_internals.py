@@ -29,6 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
+from functools import reduce
 from operator import attrgetter
 from typing import Any
 
@@ -140,6 +141,69 @@ def begin_again(group: Any, other: Any) -> None:
         group.lazy_init()
 
 
+def forget(group: Any, source: Any) -> None:
+    """Have FSDP communicate a parameter of a group no more."""
+    group.fsdp_params.remove(source)
+    if getattr(group, "_reduce_scatter_param_indices", None):  # torch 2.15, once it was used
+        group._init_reduce_scatter_param_order()
+
+
+def reduced_dtype(group: Any) -> torch.dtype:
+    """Return the dtype in which FSDP reduces the gradients of a group, and have its records know that of computation.
+
+    FSDP settles both in the first forward, and doing so twice is the same. A policy without ``reduce_dtype`` means the
+    widest ``grad_dtype`` of the parameters in torch 2.15, and before that the dtype of computation.
+    """
+    group._init_mp_dtypes()
+    settled: torch.dtype | None = group._reduce_dtype
+    if settled is not None:
+        return settled
+    sources = [one for one in group.fsdp_params if one.sharded_param.requires_grad] or group.fsdp_params
+    dtypes = (getattr(one, "unsharded_grad_dtype", None) or one.param_dtype or one.orig_dtype for one in sources)
+    return reduce(torch.promote_types, dtypes)
+
+
+def kept_dtype(source: Any) -> torch.dtype | None:
+    """Return the dtype in which FSDP keeps the reduced gradient of a shard, None for that in which it was reduced."""
+    return getattr(source, "sharded_grad_dtype", source.orig_dtype)
+
+
+def watch_reductions(group: Any, reduces: Callable[[Sequence[Any]], object]) -> Callable[[], object]:
+    """Call a function before each reduction of a group, with its records of parameters in the order of the flat tensor.
+
+    Returns:
+        What undoes that.
+    """
+    own = vars(group)
+    if (take := getattr(group, "_take_unsharded_grads_to_reduce", None)) is not None:  # torch 2.15
+
+        def taken() -> Any:
+            sources, gradients = take()
+            reduces(sources)
+            return sources, gradients
+
+        group._take_unsharded_grads_to_reduce = taken
+        return lambda: own.pop("_take_unsharded_grads_to_reduce", None)
+    stock = group.post_backward
+
+    def post_backward(*unused: Any) -> None:
+        with_zeros = getattr(group, "reduce_scatter_unused_params", False)
+        reduces([source for source in group.fsdp_params if _is_reduced_next(source, with_zeros)])
+        stock(*unused)
+
+    group.post_backward = post_backward
+    return lambda: own.pop("post_backward", None)
+
+
+def _is_reduced_next(source: Any, with_zeros: bool) -> bool:
+    """Return whether FSDP has a gradient to reduce next, of this backward pass or of earlier ones, or zeros."""
+    whole = getattr(source, "_unsharded_param", None)  # not before it was gathered first
+    if whole is None:
+        return False
+    has_gradient = source.unsharded_accumulated_grad is not None or whole.grad is not None
+    return has_gradient or (with_zeros and whole.requires_grad)
+
+
 def gathers_again(state: Any, group: Any) -> bool:
     """Return whether FSDP gathers a group's parameters in backward too: not those of the root, if nobody says so."""
     is_kept = state._is_root and state._auto_reshard_after_forward
@@ -154,11 +218,6 @@ def local_shard(parameter: Any) -> Tensor:
 def to_sharded(group: Any) -> None:
     """Let FSDP give up the whole parameters of a group that an evaluation or a failed pass has left."""
     group._to_sharded()
-
-
-def unsharded_parameter(source: Any) -> nn.Parameter | None:
-    """Return the whole parameter of FSDP's record, or None before it was gathered first."""
-    return getattr(source, "_unsharded_param", None)
 
 
 def all_reduce_hook(group: Any) -> object:

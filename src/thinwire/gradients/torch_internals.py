@@ -19,10 +19,13 @@ around it.
 | ``comm_ctx``, ``lazy_init``, ``_reset_sharded_params`` and ``_module_to_pre_*`` of a group | FSDP2 | 2.13 |
 | ``_is_root`` and ``_auto_reshard_after_forward`` of a state | FSDP2 | 2.13 |
 | ``_to_sharded``, ``_reduce_scatter_comm``, ``_unsharded_param``, ``_all_reduce_hook`` | FSDP2 | 2.13 |
+| ``_init_mp_dtypes``, ``_reduce_dtype`` of a group | FSDP2 | 2.13, 2.15 |
+| ``unsharded_grad_dtype``, ``sharded_grad_dtype`` of a parameter | FSDP2; done without | 2.15 |
+| ``_take_unsharded_grads_to_reduce``, ``_reduce_scatter_param_indices`` | FSDP2; done without | 2.15 |
 | ``mesh_info`` and ``post_forward_mesh_info`` of a group, and their class ``FSDPMeshInfo`` | FSDP2 | 2.13 |
 | ``DeviceMesh._flatten`` | meshes | 2.13 |
 
-Other versions that the package allows are not run by the tests.
+Other versions that the package allows are not run by `make test`.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from functools import reduce
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 from typing import Any
 
 import torch
@@ -56,17 +59,22 @@ hooks_before: Callable[[Tensor], Mapping[int, object] | None] = attrgetter("_bac
 """Return the hooks that see a gradient before it is accumulated, by the number of their handle."""
 hooks_after: Callable[[Tensor], Mapping[int, object] | None] = attrgetter("_post_accumulate_grad_hooks")
 """Return the hooks that run after a gradient was accumulated, by the number of their handle."""
+comm_hooks: Callable[[DistributedDataParallel], Sequence[object]] = attrgetter("_comm_hooks")
+"""Return the communication hooks that were registered."""
+fsdp_state = methodcaller("_get_fsdp_state")
+"""Return FSDP's state of a module that `fully_shard` was called on."""
+local_shard: Callable[[Any], Tensor] = methodcaller("to_local")
+"""Return this rank's part of a DTensor, through which its gradient flows back."""
+to_sharded = methodcaller("_to_sharded")
+"""Let FSDP give up the whole parameters of a group that an evaluation or a failed pass has left."""
+reduce_scatter_of = attrgetter("_reduce_scatter_comm")
+"""Return what reduces the gradients of a group of FSDP's."""
 
 
 def saved_indices(lookup: Any) -> Tensor | None:
     """Return the ids that the node of a lookup has saved; None if reading them would run a checkpoint again."""
     saved = lookup._raw_saved_indices
     return lookup._saved_indices if getattr(saved, "unpack_hook", saved) is None else None
-
-
-def comm_hooks(ddp: DistributedDataParallel) -> Sequence[object]:
-    """Return the communication hooks that were registered."""
-    return ddp._comm_hooks
 
 
 def divides_by_initial_world_size(ddp: DistributedDataParallel) -> bool:
@@ -100,11 +108,6 @@ def can_update_process_group(ddp: DistributedDataParallel) -> bool:
 def update_process_group(ddp: DistributedDataParallel, group: dist.ProcessGroup) -> None:
     """Let a DDP model all-reduce its buckets in another group of the same ranks."""
     ddp.reducer._update_process_group(group)
-
-
-def fsdp_state(module: nn.Module) -> Any:
-    """Return FSDP's state of a module that `fully_shard` was called on."""
-    return module._get_fsdp_state()  # type: ignore[operator]
 
 
 def parameter_groups(module: nn.Module) -> list[Any]:
@@ -210,24 +213,9 @@ def gathers_again(state: Any, group: Any) -> bool:
     return group.post_forward_mesh_info is not None and not is_kept
 
 
-def local_shard(parameter: Any) -> Tensor:
-    """Return this rank's part of a DTensor, through which its gradient flows back."""
-    return parameter.to_local()
-
-
-def to_sharded(group: Any) -> None:
-    """Let FSDP give up the whole parameters of a group that an evaluation or a failed pass has left."""
-    group._to_sharded()
-
-
 def all_reduce_hook(group: Any) -> object:
     """Return the hook that FSDP calls after its all-reduce, or None."""
     return getattr(group, "_all_reduce_hook", None)
-
-
-def reduce_scatter_of(group: Any) -> Any:
-    """Return what reduces the gradients of a group of FSDP's."""
-    return group._reduce_scatter_comm
 
 
 def set_reduce_scatter(group: Any, comm: Any) -> None:

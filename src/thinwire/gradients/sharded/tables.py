@@ -157,9 +157,7 @@ def _note(*unused: object) -> None:
 
 def _group_for(shards: dist.ProcessGroup, device: torch.device, timeout: timedelta | None) -> Any:
     """Return FSDP's own group on NCCL, which orders what is in flight there; else a group of the same ranks."""
-    if is_native(shards, device):
-        return shards
-    return private_group(shards, timeout).process_group
+    return shards if is_native(shards, device) else private_group(shards, timeout).process_group
 
 
 def _tables_of(model: nn.Module) -> tuple[list[tuple[list[Any], _Origin]], dict[int, str]]:

@@ -113,9 +113,14 @@ def test_fsdp_has_groups_records_and_a_reduce_scatter() -> None:
     model = fully_shard(nn.Linear(4, 4), mesh=mesh["shard"])
     (group,) = internals.parameter_groups(model)
     model(torch.ones(1, 4)).sum().backward()
-    (weight, _) = group.fsdp_params
-    assert internals.unsharded_parameter(weight) is not None
-    assert internals.unsharded_parameter(SimpleNamespace()) is None
+    sources = group.fsdp_params
+    seen: list[list[Any]] = []
+    undo = internals.watch_reductions(group, lambda ready: seen.append(list(ready)))
+    model(torch.ones(1, 4)).sum().backward()
+    assert seen == [sources]
+    undo()
+    model(torch.ones(1, 4)).sum().backward()
+    assert len(seen) == 1
     assert internals.all_reduce_hook(group) is None
     internals.to_sharded(group)
     stock = internals.reduce_scatter_of(group)
@@ -185,3 +190,48 @@ def test_fsdp_gathers_again_what_was_resharded() -> None:
         groups = [group for module in (model[0], model) for group in internals.parameter_groups(module)]
         found = tuple(internals.gathers_again(*pair) for pair in zip(states, groups, strict=True))
         assert found == expected
+
+
+HALF = torch.bfloat16
+POLICIES: dict[str, dict[str, Any]] = {
+    "none": {},
+    "computes in half": {"param_dtype": HALF},
+    "reduces in half": {"reduce_dtype": HALF},
+    "computes in half, reduces in full": {"param_dtype": HALF, "reduce_dtype": torch.float32},
+    "both in half": {"param_dtype": HALF, "reduce_dtype": HALF},
+    "norms in full": {"param_dtype": HALF, "param_dtype_override_fn": lambda one: (one.dtype, None)[one.ndim > 1]},
+    "a gradient in half": {"param_dtype": HALF, "param_dtype_override_fn": lambda one: None},
+}  # fmt: skip
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("name", POLICIES)
+def test_fsdp_says_in_what_dtype_and_order_it_reduces(name: str) -> None:
+    """Before the first forward too. The meaning of a policy, and the order, changed in torch 2.15."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    policy = POLICIES[name]
+    if "param_dtype_override_fn" in policy and not hasattr(MixedPrecisionPolicy(), "param_dtype_override_fn"):
+        pytest.skip("this torch has one policy for all parameters of a group")
+    flat: list[Tensor] = []
+
+    def allocate(size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        flat.append(torch.empty(size, dtype=dtype, device=device))
+        return flat[-1]
+
+    model = nn.Sequential(nn.Linear(2, 3, bias=False), nn.LayerNorm(3), nn.Linear(3, 4, bias=False))
+    if name == "a gradient in half":
+        model[0].weight.grad_dtype = HALF  # type: ignore[attr-defined]
+    model = fully_shard(model, mp_policy=MixedPrecisionPolicy(**policy))
+    (group,) = internals.parameter_groups(model)
+    said = internals.reduced_dtype(group)
+    internals.set_reduce_scatter(group, SimpleNamespace(allocate=allocate))
+    seen: list[Any] = []
+    internals.watch_reductions(group, seen.extend)
+    model(torch.ones(1, 2)).sum().backward()
+    assert flat[0].dtype == said == internals.reduced_dtype(group)
+    sums = [source.sharded_param.grad.to_local().float().sum() for source in seen]
+    pieces = flat[0].float().split([source.sharded_param.numel() for source in seen])
+    assert torch.equal(torch.stack([piece.sum() for piece in pieces]), torch.stack(sums))
+    kept = {source.sharded_param.grad.dtype for source in seen}
+    assert kept == {internals.kept_dtype(source) for source in seen}

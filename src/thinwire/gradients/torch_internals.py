@@ -19,17 +19,21 @@ around it.
 | ``comm_ctx``, ``lazy_init``, ``_reset_sharded_params`` and ``_module_to_pre_*`` of a group | FSDP2 | 2.13 |
 | ``_is_root`` and ``_auto_reshard_after_forward`` of a state | FSDP2 | 2.13 |
 | ``_to_sharded``, ``_reduce_scatter_comm``, ``_unsharded_param``, ``_all_reduce_hook`` | FSDP2 | 2.13 |
+| ``_init_mp_dtypes``, ``_reduce_dtype`` of a group | FSDP2 | 2.13, 2.15 |
+| ``unsharded_grad_dtype``, ``sharded_grad_dtype`` of a parameter | FSDP2; done without | 2.15 |
+| ``_take_unsharded_grads_to_reduce``, ``_reduce_scatter_param_indices`` | FSDP2; done without | 2.15 |
 | ``mesh_info`` and ``post_forward_mesh_info`` of a group, and their class ``FSDPMeshInfo`` | FSDP2 | 2.13 |
 | ``DeviceMesh._flatten`` | meshes | 2.13 |
 
-Other versions that the package allows are not run by the tests.
+Other versions that the package allows are not run by `make test`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from operator import attrgetter
+from functools import reduce
+from operator import attrgetter, methodcaller
 from typing import Any
 
 import torch
@@ -55,17 +59,22 @@ hooks_before: Callable[[Tensor], Mapping[int, object] | None] = attrgetter("_bac
 """Return the hooks that see a gradient before it is accumulated, by the number of their handle."""
 hooks_after: Callable[[Tensor], Mapping[int, object] | None] = attrgetter("_post_accumulate_grad_hooks")
 """Return the hooks that run after a gradient was accumulated, by the number of their handle."""
+comm_hooks: Callable[[DistributedDataParallel], Sequence[object]] = attrgetter("_comm_hooks")
+"""Return the communication hooks that were registered."""
+fsdp_state = methodcaller("_get_fsdp_state")
+"""Return FSDP's state of a module that `fully_shard` was called on."""
+local_shard: Callable[[Any], Tensor] = methodcaller("to_local")
+"""Return this rank's part of a DTensor, through which its gradient flows back."""
+to_sharded = methodcaller("_to_sharded")
+"""Let FSDP give up the whole parameters of a group that an evaluation or a failed pass has left."""
+reduce_scatter_of = attrgetter("_reduce_scatter_comm")
+"""Return what reduces the gradients of a group of FSDP's."""
 
 
 def saved_indices(lookup: Any) -> Tensor | None:
     """Return the ids that the node of a lookup has saved; None if reading them would run a checkpoint again."""
     saved = lookup._raw_saved_indices
     return lookup._saved_indices if getattr(saved, "unpack_hook", saved) is None else None
-
-
-def comm_hooks(ddp: DistributedDataParallel) -> Sequence[object]:
-    """Return the communication hooks that were registered."""
-    return ddp._comm_hooks
 
 
 def divides_by_initial_world_size(ddp: DistributedDataParallel) -> bool:
@@ -99,11 +108,6 @@ def can_update_process_group(ddp: DistributedDataParallel) -> bool:
 def update_process_group(ddp: DistributedDataParallel, group: dist.ProcessGroup) -> None:
     """Let a DDP model all-reduce its buckets in another group of the same ranks."""
     ddp.reducer._update_process_group(group)
-
-
-def fsdp_state(module: nn.Module) -> Any:
-    """Return FSDP's state of a module that `fully_shard` was called on."""
-    return module._get_fsdp_state()  # type: ignore[operator]
 
 
 def parameter_groups(module: nn.Module) -> list[Any]:
@@ -140,35 +144,78 @@ def begin_again(group: Any, other: Any) -> None:
         group.lazy_init()
 
 
+def forget(group: Any, source: Any) -> None:
+    """Have FSDP communicate a parameter of a group no more."""
+    group.fsdp_params.remove(source)
+    if getattr(group, "_reduce_scatter_param_indices", None):  # torch 2.15, once it was used
+        group._init_reduce_scatter_param_order()
+
+
+def reduced_dtype(group: Any) -> torch.dtype:
+    """Return the dtype in which FSDP reduces the gradients of a group, and have its records know that of computation.
+
+    FSDP settles both in the first forward, and doing so twice is the same. A policy without ``reduce_dtype`` means the
+    widest ``grad_dtype`` of the parameters in torch 2.15, and before that the dtype of computation.
+    """
+    group._init_mp_dtypes()
+    settled: torch.dtype | None = group._reduce_dtype
+    if settled is not None:
+        return settled
+    sources = [one for one in group.fsdp_params if one.sharded_param.requires_grad] or group.fsdp_params
+    dtypes = (getattr(one, "unsharded_grad_dtype", None) or one.param_dtype or one.orig_dtype for one in sources)
+    return reduce(torch.promote_types, dtypes)
+
+
+def kept_dtype(source: Any) -> torch.dtype | None:
+    """Return the dtype in which FSDP keeps the reduced gradient of a shard, None for that in which it was reduced."""
+    return getattr(source, "sharded_grad_dtype", source.orig_dtype)
+
+
+def watch_reductions(group: Any, reduces: Callable[[Sequence[Any]], object]) -> Callable[[], object]:
+    """Call a function before each reduction of a group, with its records of parameters in the order of the flat tensor.
+
+    Returns:
+        What undoes that.
+    """
+    own = vars(group)
+    if (take := getattr(group, "_take_unsharded_grads_to_reduce", None)) is not None:  # torch 2.15
+
+        def taken() -> Any:
+            sources, gradients = take()
+            reduces(sources)
+            return sources, gradients
+
+        group._take_unsharded_grads_to_reduce = taken
+        return lambda: own.pop("_take_unsharded_grads_to_reduce", None)
+    stock = group.post_backward
+
+    def post_backward(*unused: Any) -> None:
+        with_zeros = getattr(group, "reduce_scatter_unused_params", False)
+        reduces([source for source in group.fsdp_params if _is_reduced_next(source, with_zeros)])
+        stock(*unused)
+
+    group.post_backward = post_backward
+    return lambda: own.pop("post_backward", None)
+
+
+def _is_reduced_next(source: Any, with_zeros: bool) -> bool:
+    """Return whether FSDP has a gradient to reduce next, of this backward pass or of earlier ones, or zeros."""
+    whole = getattr(source, "_unsharded_param", None)  # not before it was gathered first
+    if whole is None:
+        return False
+    has_gradient = source.unsharded_accumulated_grad is not None or whole.grad is not None
+    return has_gradient or (with_zeros and whole.requires_grad)
+
+
 def gathers_again(state: Any, group: Any) -> bool:
     """Return whether FSDP gathers a group's parameters in backward too: not those of the root, if nobody says so."""
     is_kept = state._is_root and state._auto_reshard_after_forward
     return group.post_forward_mesh_info is not None and not is_kept
 
 
-def local_shard(parameter: Any) -> Tensor:
-    """Return this rank's part of a DTensor, through which its gradient flows back."""
-    return parameter.to_local()
-
-
-def to_sharded(group: Any) -> None:
-    """Let FSDP give up the whole parameters of a group that an evaluation or a failed pass has left."""
-    group._to_sharded()
-
-
-def unsharded_parameter(source: Any) -> nn.Parameter | None:
-    """Return the whole parameter of FSDP's record, or None before it was gathered first."""
-    return getattr(source, "_unsharded_param", None)
-
-
 def all_reduce_hook(group: Any) -> object:
     """Return the hook that FSDP calls after its all-reduce, or None."""
     return getattr(group, "_all_reduce_hook", None)
-
-
-def reduce_scatter_of(group: Any) -> Any:
-    """Return what reduces the gradients of a group of FSDP's."""
-    return group._reduce_scatter_comm
 
 
 def set_reduce_scatter(group: Any, comm: Any) -> None:

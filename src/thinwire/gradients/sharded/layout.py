@@ -66,14 +66,6 @@ class LocalShard:
         """Shape of the largest shard, which each has in the flat tensor; the same on all ranks."""
         return tuple(self.source.padded_sharded_param_size)
 
-    def is_reduced_next(self, with_zeros: bool) -> bool:
-        """Return whether FSDP has a gradient to reduce next, of this backward pass or of earlier ones, or zeros."""
-        whole = internals.unsharded_parameter(self.source)
-        if whole is None:
-            return False
-        has_gradient = self.source.unsharded_accumulated_grad is not None or whole.grad is not None
-        return has_gradient or (with_zeros and whole.requires_grad)
-
     @property
     def is_read_early(self) -> bool:
         """Whether the gradient is read before backward ends: added to one that is there, or seen by a hook."""
@@ -92,6 +84,8 @@ class ParameterGroup:
     def __init__(self, group: Any, shards: Sequence[LocalShard]) -> None:
         self.group, self.shards = group, shards
         self._ready: list[LocalShard] = []
+        self.release: Callable[[], object] = lambda: None
+        """Undoes `watch`."""
 
     @property
     def name(self) -> str:
@@ -100,16 +94,14 @@ class ParameterGroup:
 
     def watch(self, begin: Callable[[], object]) -> None:
         """From now on know which parameters a reduction is of, and call ``begin`` before each."""
-        reduce = self.group.post_backward
+        shards = {shard.source: shard for shard in self.shards}
 
-        def post_backward(*unused: Any) -> None:
-            with_zeros = getattr(self.group, "reduce_scatter_unused_params", False)
-            self._ready = [shard for shard in self.shards if shard.is_reduced_next(with_zeros)]
+        def reduces(sources: Sequence[Any]) -> None:
+            self._ready = [shards[source] for source in sources]
             if self._ready and self.is_reduced:
                 begin()
-            reduce(*unused)
 
-        self.group.post_backward = post_backward
+        self.release = internals.watch_reductions(self.group, reduces)
 
     @property
     def is_reduced(self) -> bool:
@@ -120,10 +112,6 @@ class ParameterGroup:
     def has_replicas(self) -> bool:
         """Whether FSDP all-reduces what a reduce-scatter leaves, if only over one rank."""
         return hasattr(self.group.mesh_info, "replicate_process_group")
-
-    def release(self) -> None:
-        """Undo `watch`."""
-        vars(self.group).pop("post_backward", None)
 
     def cut(self, numel: int) -> list[tuple[LocalShard, int]]:
         """Return the shards in a flat tensor of ``numel`` elements, which is being reduced, and where each begins."""
@@ -143,7 +131,8 @@ class ParameterGroup:
         is_copied = flat.is_cuda and any(shard.source.offload_to_cpu for shard in self._ready)
         if internals.all_reduce_hook(self.group) is not None or is_copied:
             return False
-        return all(shard.source.orig_dtype == flat.dtype and not shard.is_read_early for shard in self._ready)
+        ready = self._ready
+        return all(internals.kept_dtype(one.source) == flat.dtype and not one.is_read_early for one in ready)
 
 
 class Sharding:
@@ -227,7 +216,7 @@ class Sharding:
         pairs = [(unit, shard) for unit in self.units for shard in unit.shards if not shard.is_table]
         trained = [pair for pair in pairs if pair[1].source.sharded_param.requires_grad]
         if self.replicas is not None:
-            wide = [Parameter(shard.name, shard.padded_shape, _reduced_dtype(unit, shard)) for unit, shard in trained]
+            wide = [Parameter(one.name, one.padded_shape, internals.reduced_dtype(unit.group)) for unit, one in trained]
             methods = assign(dense, wide)
             shapes = {shard.name: shard.shape for _, shard in trained if math.prod(shard.shape) > 0}
             compressed = {
@@ -236,7 +225,9 @@ class Sharding:
                 if name in shapes
             }
             return Methods(_one_exact(methods), compressed)
-        whole = [Parameter(one.name, _whole(one, world_size), _reduced_dtype(unit, one)) for unit, one in trained]
+        whole = [
+            Parameter(one.name, _whole(one, world_size), internals.reduced_dtype(unit.group)) for unit, one in trained
+        ]
         methods = assign(dense, whole)
         compressors: dict[str, Compressor] = {}
         for name, method in methods.items():
@@ -629,9 +620,3 @@ def _whole(shard: LocalShard, world_size: int) -> tuple[int, ...]:
     """Return the shape of all shards of a parameter, one below the other."""
     rows, *rest = shard.padded_shape
     return (world_size * rows, *rest)
-
-
-def _reduced_dtype(unit: ParameterGroup, shard: LocalShard) -> Any:
-    """Return the dtype in which FSDP reduces a gradient."""
-    policy = unit.group.mp_policy
-    return policy.reduce_dtype or policy.param_dtype or shard.source.sharded_param.dtype

@@ -28,7 +28,7 @@ from torch.nn import functional
 from thinwire import kernels
 from thinwire.comm.c10d import never_compiled
 from thinwire.comm.collectives import Collectives
-from thinwire.comm.lane import timeout_of
+from thinwire.comm.lane import private_group
 from thinwire.comm.process_group import reduce_scatter_bytes
 from thinwire.errors import CorruptMessageError, MismatchError, PeerError
 from thinwire.gradients import torch_internals as internals
@@ -84,7 +84,7 @@ class RowShards:
             table = _Table(name, self._exchanges[id(shards)], origin, self._common)
             for module in modules:
                 module.forward = _Lookup(module, table)
-            origin.group.fsdp_params.remove(origin.source)
+            internals.forget(origin.group, origin.source)
             if not origin.group.fsdp_params:
                 internals.parameter_groups_of(origin.state).remove(origin.group)
         if self._tables:
@@ -157,10 +157,7 @@ def _note(*unused: object) -> None:
 
 def _group_for(shards: dist.ProcessGroup, device: torch.device, timeout: timedelta | None) -> Any:
     """Return FSDP's own group on NCCL, which orders what is in flight there; else a group of the same ranks."""
-    if is_native(shards, device):
-        return shards
-    ranks, limit = dist.get_process_group_ranks(shards), timeout or timeout_of(shards)
-    return dist.new_group(ranks, timeout=limit, use_local_synchronization=True)
+    return shards if is_native(shards, device) else private_group(shards, timeout).process_group
 
 
 def _tables_of(model: nn.Module) -> tuple[list[tuple[list[Any], _Origin]], dict[int, str]]:
@@ -221,9 +218,8 @@ class _Table:
         self.name, self._exchange, self._origin, self._common = name, exchange, origin, common
         parameter = origin.source.sharded_param
         self.num_rows, self.width = len(parameter), math.prod(parameter.shape[1:])
-        policy = origin.group.mp_policy
-        self.dtype = policy.param_dtype or parameter.dtype
-        self.reduce_dtype = policy.reduce_dtype or self.dtype
+        self.reduce_dtype = internals.reduced_dtype(origin.group)
+        self.dtype = origin.source.param_dtype or parameter.dtype
         most = -(-self.num_rows // exchange.world_size)
         self._starts = [min(most * rank, self.num_rows) for rank in range(exchange.world_size + 1)]
         self._cuts = torch.tensor(self._starts)  # moved to the device

@@ -231,23 +231,11 @@ def _gather(data: bytes, group: dist.ProcessGroup, limit: timedelta) -> list[byt
     return [row[:size].numpy().tobytes() for row, size in zip(rows.cpu(), sizes, strict=True)]
 
 
-<<<<<<< HEAD
 def _meet(parent: dist.ProcessGroup, notes: Notes, limit: timedelta) -> tuple[str, list[list[Connected]]]:
     """Return a name for a group that only these ranks know, drawn by one, and which connections lead to which rank.
-=======
-def _processes(parent: dist.ProcessGroup, notes: Notes, limit: timedelta) -> list[list[Connected]]:
-    """Return which connections lead to which rank, and agree on a number: the store may be of an earlier attempt."""
-    connections = connected()
-    records = _gather(secrets.token_bytes(_JOB_BYTES) + packed_ends(connections), parent, limit)
-    notes.begin(_jobs.setdefault(parent, int.from_bytes(records[0][:_JOB_BYTES], "little")))
-    ends = [record[_JOB_BYTES:] for record in records]
-    ends[parent.rank()] = b""  # connections of this process to itself
-    return between(connections, ends)
->>>>>>> w40
 
     Notes begin with the first such number of a group: the store may have those of an earlier attempt of the job.
     """
-<<<<<<< HEAD
     connections = connected()
     records = _gather(secrets.token_bytes(_NONCE_BYTES) + packed_ends(connections), parent, limit)
     nonce = records[0][:_NONCE_BYTES]
@@ -255,21 +243,6 @@ def _processes(parent: dist.ProcessGroup, notes: Notes, limit: timedelta) -> lis
     ends = [record[_NONCE_BYTES:] for record in records]
     ends[parent.rank()] = b""  # connections of this process to itself
     return f"thinwire {nonce.hex()}", between(connections, ends)
-=======
-    global _last_number_of_groups
-    mine = number_of_groups()
-    device = device_of(parent)
-    most = torch.tensor([max(mine, _last_number_of_groups + 1)], device=device)
-    _all_reduce(most, parent, limit, dist.ReduceOp.MAX)
-    _last_number_of_groups = int(most)
-    me: dict[str, Any] = {"ranks": [dist.get_rank()], "backend": "gloo", "use_local_synchronization": True}
-    alone: list[Any] = [dist.new_group(**me) for _ in range(_last_number_of_groups - mine)]
-    try:
-        yield
-    finally:
-        for group in alone:
-            dist.destroy_process_group(group)
->>>>>>> w40
 
 
 def _notes_of(parent: dist.ProcessGroup) -> Notes:

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import atexit
 import logging
-import os
 import signal
-import sys
 import sysconfig
 import traceback
 from collections.abc import Iterator, Mapping
@@ -19,6 +17,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from thinwire.lab.testbed.launch import RanksFailed
+from thinwire.lab.testbed.rank import end_now
 from thinwire.lab.testbed.supervise import is_peer_lost
 
 _EXITED = "it called sys.exit"
@@ -61,9 +60,7 @@ def _end(status: int) -> NoReturn:
     A rank of DDP whose peer was gone died by SIGABRT in 2 of 12 runs of a test, which hid the error. Why is not known.
     """
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+    end_now(status)
 
 
 @contextmanager

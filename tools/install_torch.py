@@ -25,8 +25,8 @@ def main() -> None:
         print("torch: with CUDA, since there is an NVIDIA driver: about 3 GB to download, 4.5 GB on disk", flush=True)
     elif not answers(CPU_INDEX):
         print(
-            f"torch: from pip's own index, since {CPU_INDEX} does not answer within {ANSWER_SECONDS:.0f} s;"
-            " from PyPI it has CUDA: about 3 GB to download, 4.5 GB on disk",
+            f"torch: from the index that pip has, since {CPU_INDEX} does not answer within {ANSWER_SECONDS:.0f} s."
+            " Which build that has is not known: 200 MB to download for CPUs, about 3 GB with CUDA, as PyPI's",
             flush=True,
         )
     else:

@@ -29,7 +29,7 @@ def tool(monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
     [
         (False, True, [0], [CPU], "build for CPUs, from https://download.pytorch.org/whl/cpu: about 200 MB"),
         (False, True, [1, 0], [CPU, ()], "has no build for this Python"),
-        (False, False, [0], [()], "does not answer within 5 s; from PyPI it has CUDA: about 3 GB"),
+        (False, False, [0], [()], "does not answer within 5 s. Which build that has is not known"),
         (True, True, [0], [()], "with CUDA, since there is an NVIDIA driver"),
     ],
     ids=["CPU", "no build", "no answer", "GPU"],

@@ -9,7 +9,7 @@ other. CUDA tensors go to the Triton twin, unless ``reference`` is forced, Trito
 it; then to the reference on the GPU, codes through the host.
 
 Kernels are compiled once a machine, by one process in the background; until one is ready, its reference runs. Forced,
-it is compiled at the first call. numba needs 33 s of a processor for all kernels and holds the GIL meanwhile. When each
+it is compiled at the first call. numba needs 33 to 78 s of a processor for all kernels and holds the GIL. When each
 rank did that in its first backward pass, the ranks of a host all compiled the same, on the cores that train: for
 minutes. With the machine code lies a list of the kernels whose code is complete. Locks say who compiles what: one for
 the process in the background, and one for each kernel, so that processes which wait for all kernels share the work.

@@ -1,9 +1,11 @@
-"""Errors of the command line that say what is missing: the package to install, and the file that was not written."""
+"""What is missing: a package to install, a file that was not written, the home of a user who has none."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 from thinwire.errors import MissingPackageError
 
@@ -24,3 +26,9 @@ def naming(path: object) -> Iterator[None]:
         if error.filename is None and error.errno is not None:
             raise OSError(error.errno, error.strerror, str(path)) from error
         raise
+
+
+def cache_home() -> Path:
+    """Return $XDG_CACHE_HOME, by default ~/.cache; where the user has no home, a place where no file can be."""
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(home if os.path.isabs(home) else os.devnull)

@@ -116,7 +116,7 @@ def save_picture(draw: Draw, path: str | Path, height_inches: float = 3.2, title
         else:
             figure.suptitle(title, x=0.01, ha="left", fontsize=11)
         with naming(path):
-            figure.savefig(path, dpi=160)
+            figure.savefig(path, dpi=160, metadata={"Title": f"thinwire: {title}"})  # `output` knows it by that
 
 
 def is_narrow(axes: Axes) -> bool:

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 import thinwire
 from thinwire.lab.cli import bench, main
 from thinwire.lab.cli.commands import FORMER, OPTIONS, Command, ScriptCommand, load, option
-from thinwire.lab.cli.output import clear_errors
+from thinwire.lab.cli.output import clear_errors, open_console, write_json
 from thinwire.lab.missing import missing_package
 
 GROUPS = {"thinwire": main._Commands.lazy, "thinwire bench": bench._Benchmarks.lazy}
@@ -99,7 +99,7 @@ def _scripts(command: list[str], ranks: int = option("--ranks", 4)) -> None:
         (formerly_app, "--workers=2 --html=--html", "2 --html"),
         (formerly_app, "--hosts 3 --report b.html", "3 b.html"),
         (scripts_app, "--workers 2 {}", "[] 2"),
-        (scripts_app, "{} --workers 2", "[] 2"),
+        (scripts_app, "{} --seed 2", "['--seed', '2'] 4"),
         (scripts_app, "--workers 2 {using} --workers 8", "['--workers', '8'] 2"),
         (scripts_app, "--ranks 2 -- {} --workers 8", "['--workers', '8'] 2"),
     ],
@@ -109,7 +109,7 @@ def test_old_names_of_options_are_accepted(app: typer.Typer, arguments: str, sho
     script.write_text("")
     using.write_text("parser.add_argument('--workers', help='of the DataLoader')")
     result = CliRunner().invoke(app, arguments.format(script, using=using).split())
-    assert result.output == shown + "\n"
+    assert result.stdout == shown + "\n"
 
 
 HEAVY = ("torch", "numpy", "matplotlib", "numba", "pyroute2", "sklearn", "asyncio", "multiprocessing")
@@ -173,20 +173,35 @@ def _show(command: list[str], steps: int = 20, json: str = "", fresh: bool = Fal
     ("arguments", "shown"),
     [
         ("{} --model resnet50 -v", "['{}', '--model', 'resnet50', '-v'] 20  False"),
-        ("--steps 5 {} --steps 100", "['{}', '--steps', '100'] 5  False"),
-        ("{} --json out.json --fresh a", "['{}', 'a'] 20 out.json True"),
-        ("{} --json=out.json --steps=3 --lr -1", "['{}', '--steps=3', '--lr', '-1'] 20 out.json False"),
+        ("--json a.json {} --lr -1 -- --fresh", "['{}', '--lr', '-1', '--', '--fresh'] 20 a.json False"),
+        ("--fresh -m package.train --lr 1", "['-m package.train', '--lr', '1'] 20  True"),
+        ("--fresh -- -m package.train --steps 1", "['-m package.train', '--steps', '1'] 20  True"),
         ("--fresh -- {} --json out.json", "['{}', '--json', 'out.json'] 20  True"),
         ("lstm --steps 3", "['lstm'] 3  False"),
     ],
 )
-def test_options_behind_a_script_are_its_own_unless_only_the_command_knows_them(
-    arguments: str, shown: str, tmp_path: Path
-) -> None:
+def test_what_stands_behind_a_script_is_its_own(arguments: str, shown: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
-    script.write_text("parser.add_argument('--steps')")
     result = CliRunner().invoke(script_app, arguments.format(script).split())
-    assert result.output == shown.format(script) + "\n"
+    assert result.stdout == shown.format(script) + "\n"
+
+
+def test_an_option_of_ours_behind_a_script_is_its_own_too_and_the_screen_says_so(tmp_path: Path) -> None:
+    result = CliRunner().invoke(script_app, ["--steps", "5", "train.py", "--steps=100", "--json", "data.json"])
+    assert result.stdout == "['train.py', '--steps=100', '--json', 'data.json'] 5  False\n"
+    assert result.stderr == "--steps=100 behind train.py goes to it: put -show's options first.\n"
+
+
+def test_only_what_thinwire_wrote_is_overwritten(tmp_path: Path) -> None:
+    plan, foreign = tmp_path / "plan.json", tmp_path / "data.json"
+    open_console({"--json": plan})
+    write_json({"steps": 1}, plan)
+    open_console({"--json": plan, "--output": plan})
+    for content in ('"my only copy"', '{"my": "only copy"}', "import thinwire"):
+        foreign.write_text(content)
+        with pytest.raises(typer.BadParameter, match="exists, and thinwire did not write it: remove it"):
+            open_console({"--json": foreign})
+        assert foreign.read_text() == content
 
 
 @pytest.mark.parametrize(

@@ -312,8 +312,8 @@ class RunMarker:
     def __init__(self, socket: Path, run_id: str) -> None:
         directory = socket.parent
         if directory == default_directory():
-            with contextlib.suppress(RuntimeError):  # a user without a home
-                directory = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "thinwire"
+            # Without a home the path is relative, and so below the directory of the socket.
+            directory = Path(directory, os.getenv("XDG_STATE_HOME") or os.path.expanduser("~/.local/state"), "thinwire")
         name = hashlib.sha256(run_id.encode(errors="surrogatepass")).hexdigest()[:16]  # an id may be no UTF-8
         self.path = directory / f"{socket.name}.run-{name}"
 

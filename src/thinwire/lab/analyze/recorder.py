@@ -35,8 +35,6 @@ class Watch(Protocol):
 class ScriptWatcher(Protocol):
     """Interface of a watcher of a script's models, which may end the script."""
 
-    finished: bool
-
     def watch(self, model: DistributedDataParallel) -> Watch: ...
 
 
@@ -51,8 +49,9 @@ class Recorder:
         self.num_steps = num_steps
         self.on_step = on_step
         """Called after each step of the first model."""
+        self.on_enough: Callable[[], object] = sys.exit
+        """Called to end the script."""
         self.num_models = 0
-        self.finished = False
         self._tables: dict[str, TableSteps] = {}
 
     def watch(self, model: DistributedDataParallel) -> "ModelWatch":
@@ -73,11 +72,6 @@ class Recorder:
         large = gradient.dim() == 2 and gradient.numel() * gradient.element_size() >= MIN_TABLE_BYTES
         self._tables[name].densities.append(density)
         self._tables[name].ids.append(ids.cpu() if large and density < MAX_DENSITY else None)
-
-    def finish(self) -> None:
-        """End the script as if it had called ``sys.exit()``."""
-        self.finished = True
-        sys.exit(0)
 
     def save(self, path: Path) -> None:
         """Write the recorded gradients to a file for the parent process."""
@@ -125,7 +119,7 @@ class ModelWatch:
         del args
         training = model.training and torch.is_grad_enabled()  # validation is not the next step
         if training and self._steps >= self._recorder.num_steps:
-            self._recorder.finish()
+            self._recorder.on_enough()
 
 
 def install(recorder: ScriptWatcher) -> Callable[[], None]:

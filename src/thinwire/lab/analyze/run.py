@@ -16,7 +16,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from thinwire.lab.analyze.failure import ScriptFailed, describe, kept, quiet_launcher
 from thinwire.lab.analyze.recording import Recording, load
-from thinwire.lab.analyze.worker import progress_file, rank_file
+from thinwire.lab.analyze.worker import module_of, progress_file, rank_file
 
 MODELS = {"lstm-lm": Path(__file__).with_name("models") / "lstm_lm.py"}
 """Paths of the built-in scripts by name."""
@@ -45,7 +45,7 @@ def run_script(
     Example:
         >>> recording = run_script(Path("train.py"), ["--lr", "0.1"], workers=4, steps=20)  # doctest: +SKIP
     """
-    if not script.is_file():
+    if not module_of(str(script)) and not script.is_file():
         raise FileNotFoundError(f"there is no script {script}: give the path of a Python file")
     if workers < 2:
         raise ValueError(f"at least 2 workers are needed to see how gradients overlap; got {workers}")
@@ -124,7 +124,7 @@ def _check(recording: Recording, script: Path) -> None:
     if recording.num_models == 0:
         raise ValueError(
             f"{script.name} ended without wrapping a model in torch.nn.parallel.DistributedDataParallel, so there"
-            " were no gradients to record"
+            " were no gradients to record; ranks that it starts itself are not seen"
         )
     if recording.num_steps == 0:
         raise ValueError(f"{script.name} ended before a single training step was synchronized: there is no statistic")

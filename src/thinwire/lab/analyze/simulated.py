@@ -34,10 +34,10 @@ from thinwire.compress.named import parse
 from thinwire.compress.reductions.base import Result, Stopwatch, Task
 from thinwire.gradients.compression import planned
 from thinwire.lab.analyze.failure import ScriptError, raised_by_script
-from thinwire.lab.analyze.site import without_attach
 from thinwire.lab.analyze.trials import run_on_ranks, silence, torchrun_environment
 from thinwire.lab.analyze.worker import run_as_main
 from thinwire.lab.doctor.equal_loss import ShortCurve, ShortRun
+from thinwire.lab.harmless import harmless, without_attach
 from thinwire.lab.planning.codecs import EchoedMessage, EchoPeers
 from thinwire.lab.testbed.launch import free_port
 from thinwire.lab.testbed.rank import RankContext
@@ -168,20 +168,18 @@ class SimulatedTraining:
         steps: simulated steps after which the script is ended.
 
     Attributes:
+        on_enough: ends the script.
         losses: mean over ranks of what ``backward`` was called on, for each simulated step.
     """
 
     def __init__(self, run: ShortRun, world_size: int, steps: int) -> None:
         self.losses: list[float] = []
+        self.on_enough: Callable[[], object] = sys.exit
         self._run, self._world_size, self._steps = run, world_size, steps
         self._optimizers: dict[Optimizer, SimulatedRanks] = {}
         self._clips: dict[frozenset[int], Callable[[], object]] = {}
         self._loss: Tensor | float = 0.0
         self._scale = 1.0
-
-    @property
-    def is_done(self) -> bool:
-        return len(self.losses) >= self._steps
 
     @property
     def sent_bytes(self) -> float:
@@ -256,8 +254,8 @@ class SimulatedTraining:
         if one is next(iter(self._optimizers.values())):
             self.losses.append(float(self._loss) / self._world_size)
             self._loss = 0.0
-            if self.is_done:
-                sys.exit(0)
+            if len(self.losses) >= self._steps:
+                self.on_enough()
 
     @staticmethod
     def _set_rates(optimizer: Optimizer, rates: Sequence[Any]) -> None:
@@ -326,11 +324,16 @@ def _train_shortly(
     os.environ.update(torchrun_environment(RankContext(0, 1, 0, 0, context.send)) | alone)
     os.environ["MASTER_PORT"] = str(free_port())
     silence()
-    training = SimulatedTraining(runs[context.rank], world_size, steps)
-    failure = ""
+    run = runs[context.rank]
+
+    def curve(failure: str = "") -> ShortCurve:
+        return ShortCurve(run, tuple(training.losses), training.sent_bytes, failure)
+
+    training = SimulatedTraining(run, world_size, steps)
+    training.on_enough = lambda: context.leave(curve)
     try:
-        with raised_by_script(script), without_attach(), training.watching():
-            run_as_main(script, arguments, lambda: training.is_done)
+        with raised_by_script(script), harmless(), without_attach(), training.watching():
+            run_as_main(script, arguments)
     except ScriptError as error:
-        failure = str(error).splitlines()[-1]
-    return ShortCurve(runs[context.rank], tuple(training.losses), training.sent_bytes, failure)
+        return curve(str(error).splitlines()[-1])
+    return curve()

@@ -1,18 +1,14 @@
-"""The lines of a script that build its DDP model, which advice names, and those that attach to it, which do nothing."""
+"""The lines of a script that build its DDP model, which advice names, and others that a message names."""
 
 from __future__ import annotations
 
 import ast
 import inspect
 import sys
-from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
@@ -82,56 +78,6 @@ def calling_line() -> str:
 def is_called_by_us() -> bool:
     """Return whether the caller of the calling function is code of this package."""
     return sys._getframe(2).f_code.co_filename.startswith(_PACKAGE)
-
-
-@contextmanager
-def without_attach(on_call: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Make ``thinwire.attach`` of a script do nothing but call a function; its result has no effect either.
-
-    Raises:
-        ValueError: in the script, if it attaches to a model without DDP: there is nothing to compare with then.
-    """
-    attach = thinwire.attach
-
-    def do_nothing(model: nn.Module, *args: object, **kwargs: object) -> _NotAttached:
-        del args, kwargs
-        wrapped = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
-        if not wrapped:
-            raise ValueError(
-                "the doctor compares with DistributedDataParallel, and this model is attached without: wrap it in that"
-                " for the diagnosis"
-            )
-        on_call()
-        return _NotAttached(wrapped[0])
-
-    thinwire.attach = do_nothing  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        thinwire.attach = attach
-
-
-class _NotAttached:
-    """What a script has in place of its `thinwire.Synchronizer`."""
-
-    def __init__(self, model: DistributedDataParallel) -> None:
-        self._model = model
-
-    def stats(self) -> dict[str, float]:
-        return defaultdict(float)
-
-    def table(self) -> list[dict[str, Any]]:
-        return []
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        return self._model.no_sync()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-    def detach(self) -> None: ...
 
 
 def follows_plans(model: DistributedDataParallel) -> bool:

@@ -28,18 +28,20 @@ LONG_SECONDS, FEW_STEPS = 1.0, 3
 
 
 class StepRecorder:
-    """Recorder of the first DDP model of a script; after enough timed steps it measures the rest and ends the script.
+    """Recorder of the first DDP model of a script, which it ends after enough timed steps; `finish` measures the rest.
 
     Args:
         how: settings of the measurement.
         on_stage: function called with the name of the next measurement.
 
     Attributes:
+        on_enough: function that ends the script when enough steps are timed.
         measurement: the result when the script has ended; None if it had no DDP model.
     """
 
     def __init__(self, how: How, on_stage: OnStage = lambda stage: None) -> None:
         self.how = how
+        self.on_enough: Callable[[], object] = sys.exit
         self.finished = False
         self.num_models = 0
         self.measurement: Measurement | None = None
@@ -114,8 +116,7 @@ class StepRecorder:
         if self.num_steps == WARM_STEPS:
             self._steps = min(self.how.steps, self._agreed_steps())
         if self.num_steps >= WARM_STEPS + self._steps:
-            self.finish()
-            sys.exit(0)
+            self.on_enough()
         begin_together(self._lane)
         self._began = time.perf_counter()
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,10 +11,10 @@ from typing import Any
 import torch.distributed as dist
 
 from thinwire.lab.analyze.failure import ScriptFailed, describe_error, first_error, raised_by_script
-from thinwire.lab.analyze.site import without_attach
 from thinwire.lab.analyze.step_recorder import StepRecorder
 from thinwire.lab.analyze.trials import run_on_ranks, silence, torchrun_environment
-from thinwire.lab.analyze.worker import run_recorded
+from thinwire.lab.analyze.worker import module_of, run_recorded
+from thinwire.lab.harmless import harmless, without_attach
 from thinwire.lab.planning.measurement import Measurement
 from thinwire.lab.planning.ready import WARM_STEPS
 from thinwire.lab.planning.training import How, OnStage, check
@@ -28,7 +26,7 @@ from thinwire.lab.testbed.rank import RankContext
 def measure_script(
     script: Path,
     arguments: Sequence[str],
-    workers: int,
+    workers: int | None,
     how: How,
     network: EmulatedNetwork | None = None,
     on_stage: OnStage = lambda stage: None,
@@ -36,6 +34,7 @@ def measure_script(
     """Run ``SCRIPT ARGUMENTS...`` as torchrun does, on this machine, until its steps are timed.
 
     Args:
+        workers: number of ranks; None if torchrun started this process as one, which measures over its own network.
         network: emulated hosts with one rank each; None for processes of this machine.
 
     Raises:
@@ -43,22 +42,15 @@ def measure_script(
         ValueError: fewer than 2 workers; a script without DDP model; see `How`.
         ScriptFailed: the script failed on a rank, or has too few steps; its traceback is in the text.
     """
-    if workers < 2:
+    if workers is not None and workers < 2:
         raise ValueError(f"at least 2 workers are needed, because one has nobody to talk to; got {workers}")
     check_script(script)
     check(how.compressors or ())
     if network is not None and network.link.mbit is not None:
         how = replace(how, link=f"emulated, {network.link.mbit:g} Mbit/s, {network.hosts} hosts")
+    where = {"network": network, "on_message": lambda rank, stage: on_stage(stage)}
     try:
-        measurement, *_ = run_on_ranks(
-            _measure_rank,
-            str(script),
-            list(arguments),
-            how,
-            world_size=workers,
-            network=network,
-            on_message=lambda rank, stage: on_stage(stage),
-        )
+        measurement, *_ = run_on_ranks(_measure_rank, str(script), list(arguments), how, world_size=workers, **where)
     except RanksFailed as failed:
         error = first_error(failed)
         text = describe_error(script.name, *error) if error else f"{script.name} failed:\n{failed}"
@@ -68,30 +60,24 @@ def measure_script(
 
 def _measure_rank(context: RankContext, script: str, arguments: list[str], how: How) -> Any:
     """Measure on one rank; the result is JSON, or None if the script has no DDP model."""
-    os.environ.update(torchrun_environment(context))
+    for name, value in torchrun_environment(context).items():
+        os.environ.setdefault(name, value)
     if context.rank == 0:
         os.dup2(2, 1)  # the script's output goes to standard error: standard output is for the JSON of the parent
     else:
         silence()  # of what all ranks print, such as a usage, once is enough
-    tell = context.send if context.rank == 0 else lambda stage: None
+    recorder = StepRecorder(how, context.send if context.rank == 0 else lambda stage: None)
+
+    def result() -> Any:
+        with raised_by_script(script):
+            recorder.finish()
+        recorder.close()
+        return None if recorder.measurement is None else recorder.measurement.to_json()
+
+    recorder.on_enough = lambda: context.leave(result)
     with raised_by_script(script):
-        measurement = run_watched(StepRecorder(how, tell), Path(script), arguments)
+        measurement = run_watched(recorder, Path(script), arguments)
     return None if measurement is None else measurement.to_json()
-
-
-def measure_script_in_job(script: Path, arguments: Sequence[str], how: How, on_stage: OnStage) -> Measurement:
-    """Measure a script as a rank of a job that torchrun started, over its own network.
-
-    The script's output goes to standard error.
-
-    Raises:
-        FileNotFoundError, ValueError: as `measure_script`; and any error of the script.
-    """
-    check_script(script)
-    check(how.compressors or ())
-    with contextlib.redirect_stdout(sys.stderr):
-        measurement = run_watched(StepRecorder(how, on_stage), script, arguments)
-    return _checked(measurement, script)
 
 
 def run_watched(recorder: StepRecorder, script: Path, arguments: Sequence[str]) -> Measurement | None:
@@ -101,7 +87,7 @@ def run_watched(recorder: StepRecorder, script: Path, arguments: Sequence[str]) 
         ScriptFailed: it ended before that.
     """
     try:
-        with without_attach(recorder.leave_out):
+        with harmless(), without_attach(recorder.leave_out):
             run_recorded(recorder, str(script), list(arguments))
         if not recorder.finished and recorder.num_models:
             if not dist.is_initialized() or recorder.num_steps < WARM_STEPS:  # the last step has not ended
@@ -116,8 +102,8 @@ def run_watched(recorder: StepRecorder, script: Path, arguments: Sequence[str]) 
 
 
 def check_script(script: Path) -> None:
-    """Raise FileNotFoundError if there is no such script."""
-    if not script.is_file():
+    """Raise FileNotFoundError if there is no such script. A module is looked for where it runs."""
+    if not module_of(str(script)) and not script.is_file():
         raise FileNotFoundError(f"there is no script {script}: give the path of a Python file, or module:function")
 
 
@@ -125,6 +111,6 @@ def _checked(measurement: Measurement | None, script: Path) -> Measurement:
     if measurement is None:
         raise ValueError(
             f"{script.name} ended without wrapping a model in torch.nn.parallel.DistributedDataParallel, so there was"
-            " no training to measure"
+            " no training to measure; ranks that it starts itself are not seen"
         )
     return measurement

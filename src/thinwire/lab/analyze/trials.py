@@ -25,10 +25,11 @@ from thinwire.compress.assign import AUTO
 from thinwire.compress.named import parse
 from thinwire.gradients.synchronizer import Synchronizer
 from thinwire.lab.analyze.failure import first_error, raised_by_script
-from thinwire.lab.analyze.site import is_called_by_us, without_attach
+from thinwire.lab.analyze.site import is_called_by_us
 from thinwire.lab.analyze.worker import run_as_main
 from thinwire.lab.doctor.advice import Advice
 from thinwire.lab.doctor.diagnosis import NOT_TRIED, Confirmed, why_impossible
+from thinwire.lab.harmless import harmless, without_attach
 from thinwire.lab.planning.measurement import Measurement
 from thinwire.lab.planning.planner import Option, step_seconds
 from thinwire.lab.planning.ready import StepBoundary, slowest
@@ -152,11 +153,13 @@ def close_to_best(seconds: Sequence[float | None]) -> list[int]:
 def run_on_ranks(
     function: Callable[..., Any],
     *args: Any,
-    world_size: int,
+    world_size: int | None,
     network: EmulatedNetwork | None,
     on_message: Callable[[int, Any], None] | None = None,
 ) -> list[Any]:
     """Run a function that runs a script, on ranks with the environment of torchrun, and return their values.
+
+    Without a ``world_size`` it runs as the rank that torchrun started this process as.
 
     Raises:
         RanksFailed: a rank failed; its traceback is in the text.
@@ -208,14 +211,11 @@ def _try_rank(context: RankContext, script: str, arguments: list[str], advice: A
     """Train on one rank; return the seconds of its steps."""
     os.environ.update(torchrun_environment(context))
     silence()  # the script has said it all when it was measured
-    clock = StepClock(slowest)
-    with raised_by_script(script), without_attach(), _advised(advice, clock):
-        run_as_main(script, arguments, lambda: clock.is_done)
+    clock = StepClock(slowest, lambda: context.leave(clock.seconds))
+    with raised_by_script(script), harmless(), without_attach(), _advised(advice, clock):
+        run_as_main(script, arguments)
     clock.close()
-    if len(clock.moments) < 3:
-        raise ValueError(f"the script ended after {len(clock.moments)} training steps")
-    warm = min(clock.warm, len(clock.moments) - 2)
-    return [end - start for start, end in pairwise(clock.moments[warm:])]
+    return clock.seconds()
 
 
 class StepClock:
@@ -226,31 +226,34 @@ class StepClock:
 
     Args:
         slowest: returns the seconds of the slowest rank, given the seconds of this rank; all ranks call it.
+        on_enough: ends the script.
 
     Example:
         >>> clock, model = StepClock(lambda seconds: 2.0), nn.Linear(2, 1)
         >>> clock.watch(model)
         >>> for _ in range(5):
         ...     model(torch.ones(1, 2)).sum().backward()
-        >>> len(clock.moments), clock.warm, clock.is_done
-        (5, 2, False)
+        >>> len(clock.moments), clock.warm, len(clock.seconds())
+        (5, 2, 2)
     """
 
-    def __init__(self, slowest: Callable[[float], float]) -> None:
+    def __init__(self, slowest: Callable[[float], float], on_enough: Callable[[], object] = sys.exit) -> None:
         self.moments: list[float] = []
         self.warm = WARM_STEPS
         self.synchronizer: Synchronizer | None = None
         self._boundary: StepBoundary | None = None
         self._steps = WARM_STEPS + MOST_STEPS
-        self._slowest = slowest
+        self._slowest, self._on_enough = slowest, on_enough
 
     @property
     def is_watching(self) -> bool:
         return self._boundary is not None
 
-    @property
-    def is_done(self) -> bool:
-        return len(self.moments) > self._steps
+    def seconds(self) -> list[float]:
+        """Return the seconds of the steps that count."""
+        if len(self.moments) < 3:
+            raise ValueError(f"the script ended after {len(self.moments)} training steps")
+        return [end - start for start, end in pairwise(self.moments[min(self.warm, len(self.moments) - 2) :])]
 
     def watch(self, model: nn.Module) -> None:
         """Watch a model; only the first counts."""
@@ -283,8 +286,8 @@ class StepClock:
             self.warm, timed = counts(self._slowest(time.perf_counter() - self.moments[1]))
             self._steps = self.warm + timed
         self.moments.append(time.perf_counter())
-        if self.is_done:
-            sys.exit(0)
+        if len(self.moments) > self._steps:
+            self._on_enough()
 
 
 @contextmanager

@@ -6,10 +6,11 @@ import os
 import runpy
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
     from thinwire.lab.analyze.recorder import ScriptWatcher
@@ -29,13 +30,23 @@ def main() -> None:
     """Run the script as its own main program, and write the recording when it ends well, by itself or by us."""
     from thinwire.lab.analyze.failure import kept_errors
     from thinwire.lab.analyze.recorder import Recorder
+    from thinwire.lab.harmless import harmless
     from thinwire.lab.leave import leave
+    from thinwire.lab.testbed.rank import end_now
 
     os.dup2(2, 1)  # the script's output goes to standard error: standard output is for the JSON of the parent
     directory, steps, script, *arguments = sys.argv[1:]
     rank = int(os.environ["RANK"])
-    recorder = Recorder(int(steps), partial(_add_byte, progress_file(Path(directory))) if rank == 0 else lambda: None)
-    with kept_errors(Path(directory), rank, script):
+    on_step = partial(_add_byte, progress_file(Path(directory))) if rank == 0 else lambda: None
+
+    def end() -> NoReturn:
+        """End the process without a word to the script, whose handlers would save, or go on."""
+        recorder.save(rank_file(Path(directory), rank))
+        end_now(0)
+
+    recorder = Recorder(int(steps), on_step)
+    recorder.on_enough = end
+    with kept_errors(Path(directory), rank, script), harmless():
         run_recorded(recorder, script, arguments)
     recorder.save(rank_file(Path(directory), rank))
     leave(0)
@@ -52,20 +63,63 @@ def run_recorded(recorder: ScriptWatcher, script: str, arguments: list[str]) -> 
 
     uninstall = install(recorder)
     try:
-        run_as_main(script, arguments, lambda: recorder.finished)
+        run_as_main(script, arguments)
     finally:
         uninstall()
 
 
-def run_as_main(script: str, arguments: list[str], is_finished: Callable[[], bool]) -> None:
-    """Run a script as ``python SCRIPT ARGS...`` would; how it exits does not matter if it was ended by us."""
-    sys.argv = [script, *arguments]
-    sys.path[0] = str(Path(script).resolve().parent)
-    try:
-        runpy.run_path(script, run_name="__main__")
-    except SystemExit as exit:
-        if exit.code not in (None, 0) and not is_finished():
-            raise
+def run_as_main(script: str, arguments: list[str]) -> None:
+    """Run a script as ``python SCRIPT ARGS...`` would, or ``-m MODULE`` in one string; an orderly exit is swallowed.
+
+    Raises:
+        ScriptFailed: it starts ranks itself.
+    """
+    name = module_of(script)
+    sys.argv = [script, *arguments]  # of a module, runpy puts the file there
+    sys.path[0] = os.getcwd() if name else str(Path(script).resolve().parent)
+    with refusing_spawn(script):
+        try:
+            if name:
+                runpy.run_module(name, run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(script, run_name="__main__")
+        except SystemExit as exit:
+            if exit.code not in (None, 0):
+                raise
+
+
+def module_of(script: str) -> str:
+    """Return the module of ``-m MODULE``; empty for the path of a script.
+
+    Example:
+        >>> module_of("-m package.train"), module_of("train.py")
+        ('package.train', '')
+    """
+    return script.removeprefix("-m ") if script.startswith("-m ") else ""
+
+
+@contextmanager
+def refusing_spawn(script: str) -> Iterator[None]:
+    """Refuse that a script starts ranks itself, before it has joined those that were started."""
+    from unittest import mock
+
+    from torch import distributed as dist
+    from torch import multiprocessing
+
+    from thinwire.lab.analyze.failure import ScriptFailed
+
+    start = multiprocessing.start_processes
+
+    def refuse(*args: Any, **options: Any) -> Any:
+        if dist.is_initialized():
+            return start(*args, **options)
+        raise ScriptFailed(
+            f"{Path(script).name} starts its ranks itself, by torch.multiprocessing, and here they are started as by"
+            " torchrun: let it read RANK and WORLD_SIZE from the environment, and call its training function once"
+        )
+
+    with mock.patch.multiple(multiprocessing, spawn=refuse, start_processes=refuse):
+        yield
 
 
 if __name__ == "__main__":

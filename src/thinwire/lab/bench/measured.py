@@ -21,6 +21,7 @@ from thinwire.lab.bench.jobs.named import parse_job
 from thinwire.lab.bench.jobs.own import JobError, OwnJob, clear_job_errors
 from thinwire.lab.doctor.advice import Advice
 from thinwire.lab.doctor.diagnosis import Confirmed
+from thinwire.lab.harmless import harmless
 from thinwire.lab.planning.measurement import Measurement
 from thinwire.lab.planning.planner import Option, step_seconds
 from thinwire.lab.planning.training import How, Training, check, measure_training
@@ -96,6 +97,7 @@ def measure_on_hosts(
     return replace(measured, hosts=hosts if limited else 1, environment=environment)
 
 
+@harmless()
 def measure_rank(
     context: RankContext, target: TrainingTarget, data: Data | None, how: How, path: tuple[str, ...]
 ) -> Any:
@@ -141,6 +143,7 @@ def try_on_hosts(
     ]
 
 
+@harmless()
 def _try_rank(
     context: RankContext,
     target: TrainingTarget,
@@ -176,6 +179,7 @@ def _median_step(training: Training, advice: Advice, warm: int, timed: int) -> f
     return statistics.median(seconds)
 
 
+@harmless()
 def measure_in_job(target: TrainingTarget, how: How, on_stage: OnStage) -> Measurement:
     """Measure as a rank of a job that torchrun started, over its own network, in the default process group.
 

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from thinwire.lab.cli.commands import ScriptCommand, option
+from thinwire.lab.cli.commands import ScriptCommand, announce, option
 from thinwire.lab.cli.output import clear_errors, existing_script, open_console, progress, say, show_table, write_json
 
 if TYPE_CHECKING:
@@ -26,7 +26,9 @@ app = typer.Typer(add_completion=False)
 @app.command(cls=ScriptCommand)
 def analyze(
     command: list[str] = typer.Argument(
-        None, metavar="[SCRIPT.py [ARGS]...]", help="A script for torchrun with a DDP model, and its arguments."
+        None,
+        metavar="[SCRIPT.py|-m MODULE [ARGS]...]",
+        help="A script or module with a DDP model, and its arguments.",
     ),
     example: str = typer.Option(None, help=f"A built-in script instead: {DEFAULT_MODEL} (the default)."),
     ranks: int = option("--ranks", 4, min=2),
@@ -46,9 +48,9 @@ def analyze(
     """Record which gradient rows a training script touches; predict bytes and seconds of every scheme on 2..1024 ranks.
 
     The script runs as under torchrun and is not changed: every DistributedDataParallel model that it builds is watched.
-    Options that are not listed here go to the script; put -- before SCRIPT.py to give it all that follows.
+    All that stands behind it is its own: put options of this command before it.
 
-    Example: thinwire analyze train.py --ranks 4 --steps 20 --link 1gbit --json out.json
+    Example: thinwire analyze --ranks 4 --steps 20 --link 1gbit --json out.json train.py --lr 0.1
     """
     from thinwire.lab.analyze.report import build_report
     from thinwire.lab.analyze.run import ScriptFailed, run_script
@@ -59,6 +61,8 @@ def analyze(
     with clear_errors(ValueError, OSError, ScriptFailed):
         network = parse_network(link, latency)
         script, path = _script(command or [], example)
+        if command:
+            announce(script)
         with progress(f"Recording {steps} steps of {script} on {ranks} ranks", steps, quiet) as tell:
             recording = run_script(
                 path, (command or [])[1:], workers=ranks, steps=steps, on_step=lambda done: tell(done=done)

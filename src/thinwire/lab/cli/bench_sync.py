@@ -13,7 +13,7 @@ from rich.console import Console
 
 from thinwire.lab.bench.in_job import is_first_rank, is_in_job
 from thinwire.lab.cli.bench import DENSE_METHODS, DTYPES, SCHEMES, WORKLOADS, compile_kernels, show_comparison, where
-from thinwire.lab.cli.commands import Command, option
+from thinwire.lab.cli.commands import Command, announce, option
 from thinwire.lab.cli.output import clear_errors, open_console, progress, refuse_with, say, show_table, write_json
 
 if TYPE_CHECKING:
@@ -92,6 +92,7 @@ def sync(
                 repeat=repeat,
                 warm_up=warm_up,
             )
+            announce(dense.workload.job.name)
             result, show = _run_dense(dense, quiet or not is_first_rank()), _print_dense
         else:
             swept = [parse_size(size) for size in _names(sizes)] if sizes else []

@@ -11,7 +11,7 @@ from rich.markup import escape
 
 from thinwire.lab.bench.in_job import is_first_rank, is_in_job
 from thinwire.lab.cli.bench import JOBS, METHODS, check_job, compile_kernels, show_comparison, where
-from thinwire.lab.cli.commands import Command, option
+from thinwire.lab.cli.commands import Command, announce, option
 from thinwire.lab.cli.output import clear_errors, open_console, progress, say, show_table, write_json
 
 if TYPE_CHECKING:
@@ -62,6 +62,7 @@ def train(
     console = open_console({"--report": report, "--json": json_path})
     with clear_errors(ValueError, ImportError, NetAdminError, RanksFailed):
         check_job(job)
+        announce(job)
         earlier = None if compare is None else load_rows(compare)
         emulated = where(hosts, None, link)
         benchmark = TrainBenchmark(

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 from importlib import import_module
-from pathlib import Path
 from typing import Any, ClassVar
 
 import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
+
+from thinwire.lab.bench.in_job import is_first_rank
 
 OPTIONS: dict[str, tuple[str, str | None]] = {
     "--ranks": ("Processes of a script, all on this machine", "N"),
@@ -38,6 +38,8 @@ OPTIONS: dict[str, tuple[str, str | None]] = {
     "--quiet": ("Print no progress, only the result", None),
 }
 """The options that several commands have: how the help begins, and what it calls the value."""
+MODULE = "-m "
+"""How a module begins where a script is expected."""
 NARROW = 60
 """Columns of a window below which help has no boxes."""
 FORMER: dict[str, tuple[str, ...]] = {
@@ -54,6 +56,17 @@ def option(name: str, default: Any = None, more: str = "", **limits: Any) -> Any
     names = (name, "-q") if name == "--quiet" else (name,)
     shown = default is not None and metavar is not None
     return typer.Option(default, *names, metavar=metavar, help=f"{text}{more}.", show_default=shown, **limits)
+
+
+def announce(target: str) -> None:
+    """Say on standard error, also with ``--quiet``, what a user's script or job may do, before it runs."""
+    if is_first_rank() and not target.isalnum():  # the names of our jobs are words
+        typer.echo(
+            f"{target} runs as it is: what it saves by itself, as by torch.save, is saved, and thinwire cannot help it."
+            "\nCheckpoints of thinwire are neither restored nor saved meanwhile. A script is ended in mid-training, and"
+            " none of its `except`, `finally` and `atexit` runs then.",
+            err=True,
+        )
 
 
 class _NarrowHelp:
@@ -143,10 +156,9 @@ class Command(_NarrowHelp, TyperCommand):
 
 
 class ScriptCommand(Command):
-    """A command with a script and its arguments, as torchrun has.
+    """A command with a script and its arguments, as torchrun has: all that is behind ``SCRIPT.py`` is the script's.
 
-    Arguments behind ``SCRIPT.py`` go to the script, except options that are in this command's help and nowhere in the
-    text of the script.
+    ``-m MODULE`` is taken for a script, too, and given to the command as one argument.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -154,36 +166,14 @@ class ScriptCommand(Command):
 
     def _sorted(self, args: list[str]) -> list[str]:
         """Our options first, then ``--``, the script, and its own arguments."""
-        index = next((index for index, text in enumerate(args) if text == "--" or text.endswith(".py")), None)
-        if index is None or args[index] == "--":
+        index = next((index for index, text in enumerate(args) if text in ("--", "-m") or text.endswith(".py")), None)
+        if index is None:
             return args
-        ours, theirs = args[:index], args[index + 1 :]
-        own: list[str] = []
-        while theirs:
-            text = theirs.pop(0)
-            values = self._values_of(text.partition("=")[0], args[index])
-            if values is None:
-                own.append(text)
-            else:
-                taken = 0 if "=" in text else values
-                ours += [text, *theirs[:taken]]
-                del theirs[:taken]
-        return [*ours, "--", args[index], *own]
-
-    def _values_of(self, option: str, script: str) -> int | None:
-        """Number of values of an option of this command; None if it is none, or the script has it too."""
-        if _mentions(Path(script), option):
-            return None
-        for param in self.params:
-            if isinstance(param, TyperOption) and self._current(option) in (*param.opts, *param.secondary_opts):
-                return 0 if param.is_flag else param.nargs
-        return 0 if option in ("--help", "-h") else None
-
-
-def _mentions(script: Path, option: str) -> bool:
-    """Whether the text of the script contains an option."""
-    try:
-        text = script.read_text(errors="replace")
-    except OSError:  # the command says why
-        return False
-    return re.search(rf"(?<![\w-]){re.escape(option)}\b", text) is not None
+        ours, theirs = args[:index], args[index + (args[index] == "--") :]
+        if theirs[:1] == ["-m"]:
+            theirs = [MODULE + "".join(theirs[1:2]), *theirs[2:]]
+        own = {name for param in self.params for name in (*param.opts, *param.secondary_opts)}
+        given = [text for text in theirs[1:] if self._current(text).partition("=")[0] in own]
+        if given and args[index] != "--":
+            typer.echo(f"{given[0]} behind {theirs[0]} goes to it: put {self.name}'s options first.", err=True)
+        return [*ours, "--", *theirs]

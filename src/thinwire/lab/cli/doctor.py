@@ -16,7 +16,7 @@ from rich.console import Console
 from thinwire.lab.bench.in_job import is_first_rank, is_in_job
 from thinwire.lab.cli import output as shown
 from thinwire.lab.cli.bench import check_job
-from thinwire.lab.cli.commands import ScriptCommand, option
+from thinwire.lab.cli.commands import MODULE, ScriptCommand, announce, option
 from thinwire.lab.cli.output import FAILURE, clear_errors, open_console, progress, refuse_with, say, write_json
 from thinwire.lab.cli.plan import (
     COMPRESSORS,
@@ -40,9 +40,9 @@ EXAMPLES = """Examples:
 
 thinwire doctor train.py --lr 0.1
 
-thinwire doctor train.py --ranks 4 --link 1gbit --picture doctor.png
+thinwire doctor --ranks 4 --link 1gbit --picture doctor.png train.py
 
-thinwire doctor train.py --link 100mbit --loss 1%
+thinwire doctor --link 100mbit --loss 1% -m package.train --lr 0.1
 
 thinwire doctor lstm --hosts 8 --link 100mbit --output plan.json
 
@@ -58,9 +58,9 @@ def doctor(
     context: typer.Context,
     command: list[str] = typer.Argument(
         None,
-        metavar="SCRIPT.py|JOB|MODULE:FUNCTION [ARGS]...",
-        help="A script for torchrun with a DDP model, and its arguments; lstm, digits or gpt; or a function that"
-        " returns (model, make_batch, loss).",
+        metavar="SCRIPT.py|-m MODULE|JOB|MODULE:FUNCTION [ARGS]...",
+        help="A script or a module for torchrun with a DDP model, and its arguments; lstm, digits or gpt; or a function"
+        " that returns (model, make_batch, loss).",
     ),
     ranks: int = option("--ranks", 4, min=2),
     hosts: int = option("--hosts", None, " of a job; 8 by default", min=1),
@@ -92,8 +92,7 @@ def doctor(
     """Measure the link and a training, and say whether compression or fusion would pay. It may say: do nothing.
 
     A script runs as under torchrun and is not changed: once to be measured, then once for each of the best ways; it is
-    ended when its steps are timed. Options that are not
-    listed here go to the script.
+    ended when its steps are timed. All that stands behind it is its own: put options of this command before it.
     """
     from thinwire.lab.analyze.failure import ScriptFailed
     from thinwire.lab.testbed.launch import RanksFailed
@@ -154,10 +153,10 @@ class Examined:
             raise ValueError("a script runs on this machine, or by torchrun on yours: give --ranks, not --hosts")
         if self.command[1:] and not self.is_script:
             raise ValueError(
-                f"{self.target} takes no arguments, such as {self.command[1]!r}; only scripts do, and end in .py"
+                f"{self.target} takes no arguments, such as {self.command[1]!r}; only scripts (SCRIPT.py, -m MODULE) do"
             )
-        if self.is_script and not Path(self.target).is_file():
-            raise FileNotFoundError(f"there is no script {self.target}: give the path of a Python file")
+        if self.is_script:
+            shown.existing_script(self.target)
         if self.target and not self.is_script:
             check_job(self.target)
 
@@ -176,7 +175,7 @@ class Examined:
 
     @property
     def is_script(self) -> bool:
-        return self.target.endswith(".py")
+        return self.target.endswith(".py") or self.target.startswith(MODULE)
 
     @contextmanager
     def network(self, console: Console) -> Iterator[EmulatedNetwork | None]:
@@ -219,13 +218,13 @@ def _measure(examined: Examined, network: EmulatedNetwork | None, how: How) -> M
     target, arguments = examined.target, examined.command[1:]
     if not examined.is_script:
         return measure_target(target, examined.hosts, examined.ranks_per_host, examined.link, how, examined.quiet)
-    from thinwire.lab.analyze.steps import measure_script, measure_script_in_job
+    from thinwire.lab.analyze.steps import measure_script
 
+    announce(target)
+    ranks = None if is_in_job() else examined.ranks
     with measuring(examined.quiet) as tell:
-        if is_in_job():
-            return _at(measure_script_in_job(Path(target), arguments, how, tell), examined.link)
-        tell(f"training steps and link of {target} on {examined.ranks} ranks")
-        measured = measure_script(Path(target), arguments, examined.ranks, how, network, tell)
+        tell(f"training steps and link of {target} on {ranks or 'all'} ranks")
+        measured = measure_script(Path(target), arguments, ranks, how, network, tell)
     return measured if network is not None else _at(measured, examined.link)
 
 

@@ -30,6 +30,10 @@ LONGEST_HEAD = 7
 SECONDS_BETWEEN_LINES = 10.0
 """How often progress is reported where there is no terminal to show a bar on."""
 PICTURES = (".png", ".svg", ".pdf")
+_BEGINNINGS = (b"{", b"<", b"%PDF", b"\x89PNG", b"PK")
+"""How the files begin that commands write: JSON, pages, pictures and traces."""
+_MARKS = (b"thinwire", b'"fingerprint"', b"num_rows.npy")
+"""What is in each of them: the name, or a field of a plan or of a trace."""
 FAILURE, USAGE, INTERRUPTED = 1, 2, 130
 """Exit statuses; success is 0, and an interrupt is Ctrl-C."""
 WRONG_USAGE = (ValueError, FileNotFoundError, ModuleNotFoundError)
@@ -187,7 +191,7 @@ def write_json(result: dict[str, Any], path: Path | None) -> None:
     """Write a result to a file, to standard output for ``-``, or nowhere for None."""
     if path is None:
         return
-    text = json.dumps(result, indent=2) + "\n"
+    text = json.dumps(result if "environment" in result else {"written_by": "thinwire", **result}, indent=2) + "\n"
     if path == STDOUT:
         typer.echo(text, nl=False)
     else:
@@ -231,9 +235,18 @@ def _check_directories(paths: dict[str, Path | None]) -> None:
             typer.echo(f"The report will have no plots: {missing}", err=True)
 
 
+def _is_ours(path: Path) -> bool:
+    """Whether a file is empty or, as far as its content shows, was written by a command of thinwire."""
+    content = path.read_bytes()
+    return not content or (content.startswith(_BEGINNINGS) and any(mark in content for mark in _MARKS))
+
+
 def existing_script(name: str) -> Path:
-    """Return the path of a training script. Raise FileNotFoundError if there is none, before ranks are started."""
-    if not os.path.isfile(name):  # False also where the directory may not be entered
+    """Return the path of a training script. Raise FileNotFoundError if there is none, before ranks are started.
+
+    ``-m MODULE`` is returned as it is: where the module is looked for, its packages are imported.
+    """
+    if not name.startswith("-m ") and not os.path.isfile(name):  # False also where the directory may not be entered
         raise FileNotFoundError(f"there is no script {name}: give the path of a Python file")
     return Path(name)
 
@@ -255,6 +268,8 @@ def _why_not(path: Path, option: str) -> str | None:
         if not path.parent.is_dir():
             return f"{path.parent} is not a directory"
         may_write = os.access(path if path.exists() else path.parent, os.W_OK)
+        if may_write and path.is_file() and not _is_ours(path):
+            return f"{path} exists, and thinwire did not write it: remove it, or name another file"
         if may_write and not path.exists():
             path.touch(exist_ok=False)  # what root may do in /proc, for example, is known only then
             path.unlink()

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from thinwire.lab.bench.in_job import is_first_rank, is_in_job
 from thinwire.lab.cli.bench import check_job
-from thinwire.lab.cli.commands import Command, CommandGroup, option
+from thinwire.lab.cli.commands import Command, CommandGroup, announce, option
 from thinwire.lab.cli.output import clear_errors, open_console, progress, refuse_with, say, show_table, write_json
 
 if TYPE_CHECKING:
@@ -122,6 +122,7 @@ def measure_target(
     from thinwire.lab.testbed.network import Link
 
     aim = TrainingTarget(target)
+    announce(target)
     if is_in_job():
         if hosts is not None or link is not None:
             raise ValueError("a rank of a torchrun job has its own hosts and link: leave out --hosts and --link")

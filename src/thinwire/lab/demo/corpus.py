@@ -23,6 +23,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from thinwire.lab.missing import cache_home
+
 CACHE_VERSION = 1
 """Version of the cache: raise it when the pattern, the order of the files or the layout of the cache changes."""
 
@@ -112,7 +114,7 @@ def _ranked_by_frequency(tokens: npt.NDArray[np.int32], words: list[str]) -> Cor
 
 def cache_directory(source: Path | None = None, cache: Path | None = None) -> Path:
     """Return the directory of a Python release, cache version and source directory, below the user's cache."""
-    base = cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "thinwire"
+    base = cache or cache_home() / "thinwire"
     release = ".".join(map(str, sys.version_info[:3]))
     location = zlib.crc32(str((source or standard_library()).resolve()).encode())
     return base / f"corpus-v{CACHE_VERSION}-{sys.implementation.name}-{release}-{location:08x}"

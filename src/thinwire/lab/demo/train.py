@@ -37,7 +37,7 @@ KERNELS = (
     "sum_rows", "union_positions", "deal", "checksum", "elias_fano_encode", "elias_fano_decode", "sum_rows_at",
     "dealt_ids", "scatter_rows", "pack_bits", "unpack_bits",
 )  # fmt: skip
-"""Kernels that the schemes call which "auto" chooses here: 6 s of a processor to compile, of 33 s for all."""
+"""Kernels that the schemes call which "auto" chooses here: 6 s of a processor to compile where all take 33 s."""
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from thinwire.lab.missing import cache_home
 from thinwire.lab.planning.speeds import Codec, MeasuredLink
 
 _VERSION = 3
@@ -49,9 +50,8 @@ class Setting:
 
     def path(self) -> Path:
         """Return the path of its file in $XDG_CACHE_HOME/thinwire, by default ~/.cache/thinwire."""
-        root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         digest = hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
-        return Path(root) / "thinwire" / f"speeds-{digest[:16]}.json"
+        return cache_home() / "thinwire" / f"speeds-{digest[:16]}.json"
 
 
 @dataclass(frozen=True)

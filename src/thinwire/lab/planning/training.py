@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from thinwire import kernels
+from thinwire import __version__, kernels
 from thinwire.comm.agree import broadcast_json, gather_numbers
 from thinwire.comm.lane import Group, Lane
 from thinwire.compress.base import Parameter
@@ -115,6 +115,7 @@ def finish(
     assert speeds.link is not None
     on_stage("the code of gradients")
     codes = _codes(lane, watch)
+    versions = {"thinwire": __version__, "torch": torch.__version__, "python": platform.python_version()}
     return Measurement(
         world_size=lane.world_size,
         hosts=len(set(lane.exchange.hosts)),
@@ -130,7 +131,7 @@ def finish(
         synchronizations=synchronizations,
         optimizer=watch.optimizer,
         device=device.type,
-        environment={"torch": torch.__version__, "python": platform.python_version(), "link": how.link},
+        environment={**versions, "link": how.link},
         created=datetime.now(UTC).isoformat(timespec="seconds"),
     )
 

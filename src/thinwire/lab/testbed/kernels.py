@@ -12,10 +12,12 @@ from thinwire.kernels import dispatch
 from thinwire.kernels.warm import compile_kernel
 
 SECONDS = {"encode_floats": 9.6, "decode_floats": 5.6, "sum_rows": 2.5, "nonzero_rows": 1.9, "estimate_floats": 1.8}
-"""What the largest kernels take to compile, of a processor; all 34 take 33 s."""
+"""What the largest kernels take to compile, of a processor on which all 34 take 33 s."""
 OTHER_SECONDS = 0.4
 START_SECONDS = 1.5
 """What a process takes to import torch and numba."""
+SLOWEST = 2.4
+"""Times as long on slow cores, where all kernels took 78 s of a processor."""
 _logger = logging.getLogger("thinwire")
 
 
@@ -45,7 +47,7 @@ def compile_ahead(
         return
     processes = min(len(missing), len(os.sched_getaffinity(0)))
     seconds = START_SECONDS + sum(SECONDS.get(name, OTHER_SECONDS) for name in missing) / processes
-    on_progress(f"Compiling kernels, once a machine, about {seconds:.0f} s", 0, 0)
+    on_progress(f"Compiling kernels, once a machine, {seconds:.0f} to {SLOWEST * seconds:.0f} s", 0, 0)
     with tempfile.TemporaryFile() as errors:
         helpers = [
             dispatch.python(dispatch.COMPILE, str(once.directory), *once.names, stderr=errors) for _ in range(processes)

@@ -45,7 +45,7 @@ class RanksFailed(RuntimeError):
 def run_ranks(
     function: Callable[..., Any],
     *args: Any,
-    world_size: int,
+    world_size: int | None,
     ranks_per_host: int | None = None,
     network: EmulatedNetwork | None = None,
     timeout_seconds: float = 120.0,
@@ -67,6 +67,8 @@ def run_ranks(
     Without, the ranks run to their end or to the timeout, and failures are read from the outcomes. At the
     timeout all ranks are killed, and the errors of those that were still running hold their Python stacks.
     However this function is left, no process of a rank stays behind.
+
+    Without a `world_size` there is one process, the rank of a job that torchrun started this one as.
     """
     payload = _pickle_call(function, args)
     kernels = None if kernels is None else tuple(kernels)
@@ -76,7 +78,12 @@ def run_ranks(
         contextlib.ExitStack() as cleanup,
     ):
         ranks = []
-        for setup in _plan_ranks(world_size, ranks_per_host, network, timeout_seconds, init_process_group, directory):
+        settings = directory, timeout_seconds, init_process_group
+        if world_size is None:
+            setups = [_as_started(*settings)]
+        else:
+            setups = _plan_ranks(world_size, ranks_per_host, network, *settings)
+        for setup in setups:
             ranks.append(_start(replace(setup, kernels=kernels), payload))
             cleanup.callback(ranks[-1].close)
         supervise(ranks, directory, timeout_seconds, check, on_message or (lambda rank, message: None))
@@ -108,9 +115,9 @@ def _plan_ranks(
     world_size: int,
     ranks_per_host: int | None,
     network: EmulatedNetwork | None,
+    directory: str,
     timeout_seconds: float,
     init_process_group: bool,
-    directory: str,
 ) -> list[RankSetup]:
     """One setup per rank; raises ValueError when the ranks do not fit on the hosts."""
     per_host = _ranks_per_host(world_size, ranks_per_host, 1 if network is None else network.hosts)
@@ -141,6 +148,14 @@ def _plan_ranks(
         )
         for rank in range(world_size)
     ]
+
+
+def _as_started(directory: str, timeout_seconds: float, init_process_group: bool) -> RankSetup:
+    """The setup of the rank that torchrun started this process as."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK")
+    rank, world_size, local_rank, host = (int(os.environ.get(name, "0")) for name in names)
+    where = dict(os.environ), None, directory, timeout_seconds, init_process_group
+    return RankSetup(rank, world_size, local_rank, host, *where)
 
 
 def _ranks_per_host(world_size: int, ranks_per_host: int | None, hosts: int) -> int:

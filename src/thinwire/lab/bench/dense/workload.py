@@ -13,6 +13,7 @@ from torch import Tensor
 from thinwire.lab.bench.jobs.job import Data, Job
 from thinwire.lab.bench.jobs.named import parse_job
 from thinwire.lab.bench.jobs.own import OwnJob, share_parameters
+from thinwire.lab.harmless import harmless
 
 PREFIX = "dense:"
 FORM = "dense:JOB[:autocast][:accumulate=N][:after=STEPS], such as dense:gpt:autocast"
@@ -72,6 +73,7 @@ class DenseWorkload:
             raise ValueError(f"{name}={values[-1]} in {self.text}: give a whole number")
         return int(values[-1]) if values else default
 
+    @harmless()
     def record(self, rank: int, world_size: int, data: Data | None) -> list[Tensor]:
         """Train on this rank and return its local gradients of the next step, in buckets; a collective call.
 

@@ -21,6 +21,7 @@ from thinwire.lab.bench.train.account import Account, interface_bytes_sent
 from thinwire.lab.bench.train.curve import evaluation_steps, smoothed, window_of
 from thinwire.lab.bench.train.methods import Method, method_of, method_of_plan
 from thinwire.lab.bench.train.planned import Planning
+from thinwire.lab.harmless import harmless
 from thinwire.lab.testbed.rank import RankContext
 
 _ONE_BUCKET_MB = 1024.0
@@ -88,6 +89,7 @@ class RankRecord:
     plan: str = ""
 
 
+@harmless()
 def train(context: RankContext, training: JobTraining, data: Data | None) -> RankRecord:
     """Train in the default process group. ``context.send`` gets each finished step and its loss.
 

@@ -1,0 +1,151 @@
+"""What a script or a job does not do while it is measured: it keeps no checkpoints of thinwire, and joins no other run.
+
+Its parameters drift apart, or are trained by a way on trial. Saved as its run's newest version, they would be what the
+run goes on from.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from importlib import import_module
+from typing import Any
+from unittest import mock
+
+from torch import nn
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+import thinwire
+from thinwire.errors import ThinwireError
+
+
+@contextmanager
+def harmless() -> Iterator[None]:
+    """Have Checkpointers, and DCP's writers and readers of hosts' memory, do nothing, and refuse ranks of other jobs.
+
+    It holds for all that have a `Checkpointer` inside, such as the callbacks of trainers.
+    """
+    from thinwire.checkpoint.checkpointer import Checkpointer
+    from thinwire.checkpoint.dcp.memory import MemoryReader, MemoryWriter
+    from thinwire.outer.members import Members
+
+    prepare = Members.prepare
+
+    def prepare_own(members: Members, *args: Any, **settings: Any) -> None:
+        if members._is_new:
+            raise ValueError("Members meet other jobs, which a measurement must not join: pass a process group")
+        prepare(members, *args, **settings)
+
+    with ExitStack() as undo:
+        for kind, stand_in in ((Checkpointer, _NoCheckpointer), (MemoryWriter, _NoWriter), (MemoryReader, _NoReader)):
+            for name, value in vars(stand_in).items():
+                if callable(value) or name in ("step", "steps"):
+                    undo.enter_context(mock.patch.object(kind, name, value))
+        undo.enter_context(mock.patch.object(Members, "prepare", prepare_own))
+        yield
+
+
+def _nothing(self: object, *args: object, **options: object) -> None: ...
+
+
+class _NoCheckpointer:
+    """What a `Checkpointer` does meanwhile."""
+
+    steps = 0
+    __init__ = restore = persist_now = close = _nothing
+
+    def step(self) -> None:
+        self.steps += 1
+
+    def flush(self, *args: object) -> bool:
+        return True
+
+    def records(self) -> list[Any]:
+        return []
+
+    def stats(self) -> dict[str, float]:
+        return defaultdict(float)
+
+    def __repr__(self) -> str:
+        return "<Checkpointer of a script that is measured: it keeps nothing>"
+
+
+class _NoWriter:
+    """What a `MemoryWriter` does meanwhile."""
+
+    __init__ = close = _nothing
+
+    def write_data(self, *args: object) -> Future[list[Any]]:
+        done: Future[list[Any]] = Future()
+        done.set_result([])
+        return done
+
+
+class _NoReader:
+    """What a `MemoryReader` does meanwhile: as before the first checkpoint of a run."""
+
+    __init__ = close = _nothing
+    step = None
+
+    def read_metadata(self, *args: object, **options: object) -> None:
+        raise ThinwireError("no checkpoint is read while a script is measured")
+
+
+@contextmanager
+def without_attach(on_call: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Make ``thinwire.attach`` and ``thinwire.outer.attach`` do nothing but call a function; their results do nothing.
+
+    Raises:
+        ValueError: in the script, if it attaches to a model without DDP: there is nothing to compare with then.
+    """
+
+    def do_nothing(model: nn.Module, *args: object, **kwargs: object) -> _NotAttached:
+        del args, kwargs
+        wrapped = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+        if not wrapped:
+            raise ValueError(
+                "the doctor compares with DistributedDataParallel, and this model is attached without: wrap it in that"
+                " for the diagnosis"
+            )
+        on_call()
+        return _NotAttached(wrapped[0])
+
+    modules = (thinwire, import_module("thinwire.attach"), import_module("thinwire.outer.attachment"))
+    with ExitStack() as undo:
+        for module in modules:  # names of public functions may have been resolved before
+            undo.enter_context(mock.patch.object(module, "attach", do_nothing))
+        yield
+
+
+class _NotAttached:
+    """What a script has in place of its `thinwire.Synchronizer` or `thinwire.outer.OuterLoop`."""
+
+    def __init__(self, model: DistributedDataParallel) -> None:
+        self._model = model
+
+    def stats(self) -> dict[str, float]:
+        return defaultdict(float)
+
+    def table(self) -> list[dict[str, Any]]:
+        return []
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return self._model.no_sync()
+
+    def one_sync(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    global_parameters = one_sync
+
+    def gathered(self) -> _NotAttached:
+        return self
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return lambda *args, **options: None

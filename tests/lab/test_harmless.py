@@ -1,0 +1,192 @@
+"""A script that is measured leaves its real run as it was: versions of its Checkpointer and files, bit for bit."""
+
+from __future__ import annotations
+
+import hashlib
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from tests.common.holders import SECRET, running_holders
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+
+import thinwire
+from thinwire.checkpoint import Checkpointer, MemoryReader, MemoryWriter
+from thinwire.checkpoint.holder.client import HolderClient
+from thinwire.kernels.jit import code_directory
+from thinwire.lab.analyze.run import run_script
+from thinwire.lab.analyze.steps import measure_script
+from thinwire.lab.analyze.trials import run_on_ranks, try_script
+from thinwire.lab.analyze.worker import run_as_main
+from thinwire.lab.bench.measured import TrainingTarget, measure_on_hosts
+from thinwire.lab.doctor.advice import Advice
+from thinwire.lab.harmless import harmless, without_attach
+from thinwire.lab.planning.planner import price_options
+from thinwire.lab.planning.training import How
+from thinwire.lab.testbed.network import Link
+from thinwire.lab.testbed.rank import RankContext
+from thinwire.outer.members import Members
+
+TRAIN = """
+    import atexit, hashlib, sys
+    from pathlib import Path
+    import torch, torch.distributed as dist
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
+    from thinwire.checkpoint import Checkpointer, CheckpointPolicy, Disk, Storage
+
+    def kept(model, optimizer):
+        policy = CheckpointPolicy(max_overhead=None, on_divergence="off")
+        return Checkpointer(model, optimizer, policy=policy, storage=Storage("the-run", disk=Disk("disk", "1d")))
+
+    def train(steps):
+        dist.init_process_group("gloo")
+        torch.manual_seed(0)
+        model = DistributedDataParallel(nn.Linear(16, 16))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        torch.manual_seed(dist.get_rank())
+        keeper = kept(model, optimizer)
+        first = keeper.restore() or 0
+        ended = Path(f"ended-{dist.get_rank()}")
+        atexit.register(lambda: ended.with_suffix(".atexit").touch())
+        try:
+            for step in range(first, steps):
+                optimizer.zero_grad()
+                try:
+                    model(torch.randn(4, 16)).square().mean().backward()
+                except:
+                    continue
+                optimizer.step()
+                keeper.step()
+        except:
+            ended.with_suffix(".except").touch()
+        finally:
+            digest = hashlib.sha256(model.module.weight.detach().numpy().tobytes()).hexdigest()
+            ended.write_text(f"{first} {digest}")
+        keeper.persist_now()
+        keeper.flush()
+        keeper.close()
+
+    def make():
+        model = nn.Linear(16, 16)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        keeper = kept(model, optimizer)
+        keeper.restore()
+
+        def batch():
+            keeper.step()
+            return torch.randn(4, 16)
+
+        return model, batch, lambda model, batch: model(batch).square().mean(), optimizer
+
+    if __name__ == "__main__":
+        train(int(sys.argv[1]))
+"""
+
+
+def run_rank(context: RankContext, script: str, arguments: list[str]) -> None:
+    run_as_main(script, arguments)
+
+
+def train(steps: int) -> list[str]:
+    """Run the real training; return the step at which each rank began, and a digest of its end."""
+    run_on_ranks(run_rank, "train.py", [str(steps)], world_size=2, network=None)
+    return [Path(f"ended-{rank}").read_text() for rank in range(2)]
+
+
+def everything(socket: str) -> dict[str, str]:
+    """Return digests of what the holder has of the run, and of all files beside it."""
+    with HolderClient.connect(socket, SECRET.encode()) as client:
+        found = {}
+        for version in client.inventory("the-run"):
+            with client.open(version) as reader:
+                found[repr(version)] = hashlib.sha256(reader.payload).hexdigest()
+    files = [path for path in Path().rglob("*") if path.is_file() and "cache" not in path.parts]
+    return found | {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+@pytest.fixture
+def real_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A run of 12 steps with versions in the memory of a holder and on the disk; yields the holder's socket."""
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    if kernels := code_directory():  # compiled once a machine, and speeds are not kept there
+        (tmp_path / "cache" / "thinwire").mkdir(parents=True)
+        (tmp_path / "cache" / "thinwire" / "kernels").symlink_to(kernels.parent)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("THINWIRE_SECRET", SECRET)
+    Path("train.py").write_text(textwrap.dedent(TRAIN))
+    with running_holders(tmp_path, "50MB", "a") as (socket,):
+        monkeypatch.setenv("THINWIRE_HOLDER", socket)
+        assert [end.split()[0] for end in train(12)] == ["0", "0"]
+        yield socket
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.timeout(480)
+def test_a_real_run_is_the_same_before_and_after_its_script_is_measured(real_run: str) -> None:
+    before, script = everything(real_run), Path("train.py")
+    assert sum("disk" in name for name in before) > 2
+    assert sum(name.startswith("Version") for name in before) >= 2
+    run_script(script, ["1000000"], workers=2, steps=4)
+    assert everything(real_run) == before, "analyze"
+    measured = measure_script(script, ["1000000"], 2, How((), steps=2))
+    assert everything(real_run) == before, "the doctor measures"
+    (stock, *_) = price_options(measured, ())
+    (row,) = try_script(script, ["1000000"], [(stock, Advice(stock.name, attaches=False))], measured, None)
+    assert row.measured_step_seconds, row.failure
+    assert everything(real_run) == before, "the doctor tries"
+    assert measure_on_hosts(TrainingTarget("train.py:make"), How((), steps=2), 2, 1, Link(None), print).world_size == 2
+    assert everything(real_run) == before, "a job of one's own"
+    ends = train(14)
+    assert [end.split()[0] for end in ends] == ["12", "12"], "it goes on from its own newest version"
+    assert len({end.split()[1] for end in ends}) == 1
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_what_keeps_checkpoints_does_nothing_without_a_holder_or_ranks(tmp_path: Path) -> None:
+    model, restore = nn.Linear(2, 2), Checkpointer.restore
+    with harmless():
+        with Checkpointer(model, torch.optim.SGD(model.parameters())) as keeper:
+            assert keeper.restore() is None
+            keeper.step()
+            keeper.persist_now()
+            assert (keeper.steps, keeper.flush(1.0), keeper.records(), keeper.stats()["checkpoint/versions"]) == (
+                1, True, [], 0.0,
+            )  # fmt: skip
+            assert "keeps nothing" in repr(keeper)
+        writer, reader = MemoryWriter("the-run"), MemoryReader("the-run")
+        dcp.save({"model": model.state_dict()}, storage_writer=writer, no_dist=True)
+        with pytest.raises(CheckpointException, match="no checkpoint is read"):
+            dcp.load({"model": model.state_dict()}, storage_reader=reader, no_dist=True)
+        writer.close()
+        reader.close()
+    assert Checkpointer.restore is restore
+
+
+def test_members_of_other_jobs_are_refused() -> None:
+    members = Members(torch.distributed.HashStore(), 0, 2)
+    with harmless(), pytest.raises(ValueError, match="must not join"):
+        members.prepare(lambda lane, roll: None)
+
+
+def test_attach_does_nothing_from_wherever_it_is_imported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        ddp, calls = nn.parallel.DistributedDataParallel(nn.Linear(2, 2)), []
+        with without_attach(lambda: calls.append(1)):
+            from thinwire.attach import attach
+            from thinwire.outer import attach as attach_outer
+
+            for sync in (thinwire.attach(ddp), attach(ddp), attach_outer(ddp, None, None)):  # type: ignore[arg-type]
+                with sync.one_sync(), sync.no_sync(), sync.global_parameters():  # type: ignore[union-attr]
+                    sync.gathered().save_files("nowhere")
+                sync.detach()
+        assert len(calls) == 3
+    finally:
+        torch.distributed.destroy_process_group()

@@ -198,6 +198,22 @@ def check_parameters(model: nn.Module, excluded: Container[str] = ()) -> None:
         is_known = parameter.dtype in SUPPORTED_DTYPES or parameter.is_complex()
         if parameter.requires_grad and not is_known:
             raise ValueError(f"parameter {name!r} has dtype {parameter.dtype}, which is not supported")
+    if not (is_sharded(model) or isinstance(model, DistributedDataParallel)):
+        _check_buffers(synchronized_buffers(model, excluded))
+
+
+def _check_buffers(named: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise ValueError for a buffer that cannot be filled with the values of rank 0."""
+    for name, buffer in named:
+        is_strided = buffer.layout == torch.strided
+        if not is_strided or any(
+            size > 1 and not step for size, step in zip(buffer.shape, buffer.stride(), strict=True)
+        ):
+            what = "expanded" if is_strided else f"of the layout {buffer.layout}"
+            raise ValueError(
+                f"buffer {name!r} is {what}, and cannot be filled with the values of rank 0: make it contiguous, or"
+                f" leave it out by exclude={name!r}"
+            )
 
 
 def check_timeout(timeout: object) -> None:

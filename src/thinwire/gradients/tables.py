@@ -430,7 +430,7 @@ def tables_of(module: nn.Module) -> list[nn.Parameter]:
         for entry in embeddings
         if _is_sparse(entry) or (_has_dense_gradient(entry) and id(_weight_of(entry)) not in shared)
     ]
-    return [weight for weight in weights if isinstance(weight, nn.Parameter)]
+    return [weight for weight in weights if weight is not None]
 
 
 def dense_parameters(
@@ -455,7 +455,8 @@ def dense_parameters(
 
 def sparse_tables_of(module: nn.Module) -> list[nn.Parameter]:
     """Return the weights of embeddings whose gradients are COO tensors."""
-    return [_weight_of(one) for one in module.modules() if _is_embedding(one) and _is_sparse(one)]
+    weights = [_weight_of(one) for one in module.modules() if _is_embedding(one) and _is_sparse(one)]
+    return [weight for weight in weights if weight is not None]
 
 
 def table_names(module: nn.Module, names: Mapping[int, str]) -> list[str]:
@@ -473,8 +474,11 @@ def _is_sparse(embedding: nn.Module) -> bool:
 
 
 def _weight_of(embedding: nn.Module) -> nn.Parameter:
-    """Return the weight of an embedding; it may be another tensor after a parametrization."""
-    return embedding.weights if _is_flat(embedding) else embedding.weight  # type: ignore[return-value]
+    """Return the weight of an embedding; None where it is parametrized.
+
+    To read such a weight would evaluate it, which may change buffers and draw random numbers.
+    """
+    return embedding._parameters.get("weights" if _is_flat(embedding) else "weight")  # type: ignore[return-value]
 
 
 def _is_flat(module: nn.Module) -> bool:

@@ -580,7 +580,7 @@ def _of_kind(gradient: Tensor, sparse_dim: int) -> Tensor:
 
 def _no_gradient(entry: Trained) -> Tensor:
     """Return the gradient of a parameter that this rank did not use: zeros, or no rows."""
-    dtype = getattr(entry.parameter, "grad_dtype", None) or entry.parameter.dtype  # torch has the former since 2.10
+    dtype = getattr(entry.parameter, "grad_dtype", None) or entry.parameter.dtype  # no such attribute in older ones
     if not entry.is_sparse:
         return torch.zeros_like(entry.local, dtype=dtype)
     shape, device = entry.parameter.shape, entry.parameter.device

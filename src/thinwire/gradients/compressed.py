@@ -357,12 +357,7 @@ class Averaging:
         scaler: the scaler whose scale gradients carry, or None.
     """
 
-    def __init__(
-        self,
-        memories: Memories,
-        statistics: Statistics,
-        scaler: GradScaler | None,
-    ) -> None:
+    def __init__(self, memories: Memories, statistics: Statistics, scaler: GradScaler | None) -> None:
         self._memories, self._statistics, self._stopwatch = memories, statistics, statistics.stopwatch
         self._scaler = scaler
 

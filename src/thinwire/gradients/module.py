@@ -205,14 +205,11 @@ def check_parameters(model: nn.Module, excluded: Container[str] = ()) -> None:
 def _check_buffers(named: Iterable[tuple[str, Tensor]]) -> None:
     """Raise ValueError for a buffer that cannot be filled with the values of rank 0."""
     for name, buffer in named:
-        is_strided = buffer.layout == torch.strided
-        if not is_strided or any(
-            size > 1 and not step for size, step in zip(buffer.shape, buffer.stride(), strict=True)
-        ):
-            what = "expanded" if is_strided else f"of the layout {buffer.layout}"
+        strides = zip(buffer.shape, buffer.stride(), strict=True) if buffer.layout == torch.strided else [(2, 0)]
+        if any(size > 1 and stride == 0 for size, stride in strides):
             raise ValueError(
-                f"buffer {name!r} is {what}, and cannot be filled with the values of rank 0: make it contiguous, or"
-                f" leave it out by exclude={name!r}"
+                f"buffer {name!r} is expanded or sparse, and cannot be filled with the values of rank 0: make it"
+                f" contiguous, or leave it out by exclude={name!r}"
             )
 
 

@@ -480,9 +480,7 @@ class Passes:
 
     def _after_forward(self, module: nn.Module, args: tuple[object, ...], output: object) -> None:
         """Record the beginning of backward: only the training script knows it more exactly."""
-        if torch.compiler.is_compiling():
-            return
-        if not torch.is_grad_enabled():
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
         self._phase = "the loss"
         if self._plug.synchronizes:

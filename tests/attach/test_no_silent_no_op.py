@@ -368,11 +368,18 @@ def inside(model: nn.Module, optimizer: torch.optim.Optimizer, ids: Tensor) -> N
     optimizer.step()
 
 
+def in_a_hook(model: nn.Module, optimizer: torch.optim.Optimizer, ids: Tensor) -> None:
+    hook = model.module.head.weight.register_post_accumulate_grad_hook(lambda parameter: optimizer.step())
+    model(ids).sum().backward()
+    hook.remove()
+
+
 def _warned(context: RankContext) -> None:
     for loop, wrap, message in (
         (by_hand, lambda module: module, "SGD uses gradients that it did not synchronize"),
         (functional, lambda module: module, "as its parameter 'table.weight', as torch.func does"),
-        (inside, DistributedDataParallel, "SGD uses gradients that it did not synchronize"),
+        (inside, DistributedDataParallel, "SGD uses gradients that it did not synchronize: no backward pass"),
+        (in_a_hook, DistributedDataParallel, "SGD uses gradients that it did not synchronize: it steps in a hook"),
     ):
         for synchronized_before in (0, 2):
             torch.manual_seed(0)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.parametrize import register_parametrization
 from torch.utils.checkpoint import checkpoint
 
 import thinwire
@@ -495,6 +496,8 @@ class Odd(nn.Module):
         self.narrow = nn.Embedding(600, 0)
         self.filters = nn.Parameter(torch.randn(4, 4, 3, 3).to(memory_format=torch.channels_last))
         self.register_buffer("turn", torch.ones(3, dtype=torch.complex64))
+        self.register_buffer("rare", torch.randn(2, 3).to(torch.float8_e4m3fn))
+        self.register_buffer("count", torch.randint(9, (3, 2), dtype=torch.int16).t())
 
     def forward(self, ids: Tensor) -> Tensor:
         found = self.table(ids).sum() * (self.complex * self.complex).abs().sum()
@@ -503,8 +506,13 @@ class Odd(nn.Module):
 
 def _odd(context: RankContext, wrapped: bool) -> None:
     module = seeded(Odd)
-    model = DistributedDataParallel(module) if wrapped else module
+    if context.rank and not wrapped:
+        for buffer in module.buffers():
+            buffer.zero_()
+    model = DistributedDataParallel(module, init_sync=False) if wrapped else module
     sync = thinwire.attach(model)
+    for buffer, expected in zip(module.buffers(), seeded(Odd).buffers(), strict=True):
+        assert torch.equal(buffer.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8))
     for step in range(2):
         model.zero_grad()
         loss: Callable[[nn.Module], Tensor] = lambda model, step=step: model(batch(context, step))  # noqa: E731
@@ -525,6 +533,66 @@ def _odd(context: RankContext, wrapped: bool) -> None:
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_parameters_of_odd_kinds(wrapped: bool) -> None:
     run_ranks(_odd, wrapped, world_size=2, timeout_seconds=60)
+
+
+class Parametrized(nn.Module):
+    """An embedding whose weight is made anew whenever it is read, which is counted."""
+
+    class Dropped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+        def forward(self, weight: Tensor) -> Tensor:
+            self.count += 1
+            return F.dropout(weight, 0.1)
+
+    def __init__(self, sparse: bool = False) -> None:
+        super().__init__()
+        self.table = nn.Embedding(600, 16, sparse=sparse)
+        register_parametrization(self.table, "weight", self.Dropped())
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.table(ids)
+
+
+def _parametrized(context: RankContext, wrapped: bool) -> None:
+    """Neither `attach` nor a step reads it, so random numbers are drawn as without thinwire."""
+    module = seeded(Parametrized)
+    model = DistributedDataParallel(module) if wrapped else module
+    count, drawn = module.get_buffer("table.parametrizations.weight.0.count"), torch.get_rng_state()
+    before = int(count)
+    sync = thinwire.attach(model)
+    assert int(count) == before
+    assert torch.equal(torch.get_rng_state(), drawn)
+    for step in range(2):
+        model(batch(context, step)).square().sum().backward()
+    assert int(count) == before + 2
+    sync.detach()
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_attach_evaluates_no_parametrization(wrapped: bool) -> None:
+    run_ranks(_parametrized, wrapped, world_size=2, timeout_seconds=60)
+
+
+def _wide_gradients(context: RankContext) -> None:
+    """Gradients of float32 of parameters in 16 bits, which the first rank alone uses in the first step."""
+    module = seeded(Net).to(torch.bfloat16)
+    for parameter in module.parameters():
+        parameter.grad_dtype = torch.float32
+    sync = thinwire.attach(module)
+    for step in range(2):
+        module.zero_grad()
+        used = ("table", "second") if context.rank == 0 or step else ("table",)
+        module(batch(context, step), used).float().square().mean().backward()
+        assert {parameter.grad.dtype for parameter in module.parameters()} == {torch.float32}
+        assert_same_on_all_ranks(module)
+    sync.detach()
+
+
+def test_gradients_wider_than_their_parameters_that_one_rank_has() -> None:
+    run_ranks(_wide_gradients, world_size=2, timeout_seconds=60)
 
 
 def _refused_on_one_rank(context: RankContext) -> None:

@@ -34,6 +34,12 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
 
 
+def with_buffer(buffer: torch.Tensor) -> nn.Module:
+    module = nn.Linear(4, 4)
+    module.register_buffer("mask", buffer)
+    return module
+
+
 def plan(world_size: int = 1) -> Plan:
     return Plan(world_size, "other", (Group(("fc.weight",), 10),), 0.1, 0.2)
 
@@ -51,6 +57,11 @@ WRONG_OBJECTS: dict[str, tuple[Any, str]] = {
     "no parameters": (nn.ReLU(), "ReLU has no parameters"),
     "frozen": (nn.Linear(4, 4).requires_grad_(False), "no parameter of Linear requires a gradient"),
     "lazy": (nn.LazyLinear(4), "'weight' is lazy and has no shape yet: run a batch through the model first"),
+    "expanded": (
+        with_buffer(torch.ones(1, 4).expand(4, 4)),
+        "buffer 'mask' is expanded or sparse, .* by exclude='mask'",
+    ),
+    "sparse": (with_buffer(torch.eye(4).to_sparse()), "buffer 'mask' is expanded or sparse, .*contiguous"),
     "meta": (nn.Linear(4, 4, device="meta"), "on the meta device and has no values yet: see Module.to_empty"),
 }
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import os
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Mapping
 from dataclasses import replace
@@ -652,13 +654,69 @@ def _loads_too_late(context: RankContext, recipe: OuterRecipe) -> None:
     model.load_state_dict({name: tensor + 1 for name, tensor in model.state_dict().items()})
     with pytest.raises(ValueError, match="was written to between attach and the first step"):
         step(model, optimizer, context.rank, 1)
-    sync.detach()
+    with contextlib.suppress(ThinwireError):  # rounds in the background heard of it
+        sync.detach()
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("recipe", [diloco(every=4), shadow_sync()], ids=["diloco", "shadow"])
 def test_a_model_that_is_loaded_after_attach_is_refused(recipe: OuterRecipe) -> None:
     run_ranks(_loads_too_late, recipe, world_size=2, timeout_seconds=60)
+
+
+def _writes_to_itself(context: RankContext, recipe: OuterRecipe) -> None:
+    """As nn.Embedding(max_norm=) does, a normed prototype, or SAM: here on one rank only, in the first step."""
+    model = made()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    sync = attached(model, recipe, optimizer)
+    before = parameters(model)
+
+    def norm(module: nn.Module, args: object) -> None:
+        model.first.weight.data.mul_(0.5)
+
+    own = model.first.register_forward_pre_hook(norm)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if context.rank:
+            own.remove()
+        step(model, optimizer, context.rank, 0)
+    told = [
+        str(one.message) for one in caught if "was written to between attach and the first step" in str(one.message)
+    ]
+    assert len(told) == (context.rank == 0)
+    own.remove()
+    sync.synchronize()
+    assert is_same_on_all_ranks(model)
+    assert not torch.equal(parameters(model), before)
+    sync.detach()
+
+
+@pytest.mark.parametrize("recipe", [local_sgd(every=4), shadow_sync()], ids=["local_sgd", "shadow"])
+def test_a_model_that_writes_to_its_own_parameters_starts(recipe: OuterRecipe) -> None:
+    run_ranks(_writes_to_itself, recipe, world_size=2, timeout_seconds=60)
+
+
+def _loads_on_one_rank(context: RankContext) -> None:
+    model = made()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sync = attached(model, diloco(every=2), optimizer)
+    if context.rank == 1:
+        model.load_state_dict({name: tensor + 1 for name, tensor in model.state_dict().items()})
+
+    def train() -> None:
+        for number in range(2):
+            step(model, optimizer, context.rank, number)
+
+    with pytest.raises((ValueError, LostPeerError), match=r"parameter '.*' was written to between attach") as caught:
+        train()
+    assert isinstance(caught.value, ValueError) == (context.rank == 1)
+    assert getattr(caught.value, "rank", 1) == 1
+    with contextlib.suppress(ThinwireError):
+        sync.detach()
+
+
+def test_a_model_that_is_loaded_on_one_rank_is_an_error_on_all() -> None:
+    run_ranks(_loads_on_one_rank, world_size=2, timeout_seconds=60)
 
 
 def _loads_behind_flights(context: RankContext) -> None:

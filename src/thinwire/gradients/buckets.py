@@ -300,6 +300,13 @@ class Buckets:
         """Return whether the gradient of a parameter is compressed in this step."""
         return self._compressed is not None and self._compressed.takes(name)
 
+    def remembered(self, bucket: dist.GradBucket) -> list[tuple[Tensor, Tensor]]:
+        """Return the trained parameters of a bucket to whose means a memory may add, with these means."""
+        if self._compressed is None or bucket.buffer().is_sparse:
+            return []
+        pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)
+        return [pair for pair in pairs if pair[0].requires_grad and self._names[id(pair[0])] in self._compressed.plans]
+
     def leaves(self, name: str) -> bool:
         """Return whether a table is all-reduced like any other gradient in this step."""
         return self._gradients.leaves(name)
@@ -495,7 +502,7 @@ class Buckets:
                 assert isinstance(parameter, nn.Parameter)
                 touched = self._lookups.take(parameter, buffer)
                 tables.append(TableGradient(parameter_name, self._lookups.matrix(parameter, gradient), touched))
-            else:
+            elif parameter.requires_grad:  # frozen since DDP was built, it keeps its memory
                 compressed.append((parameter_name, gradient))
         others += _between(bucket, done, buffer.numel(), how)
         self._formed[bucket.index()] = tuple(

@@ -387,6 +387,7 @@ class DdpPlug(_PlugOfDdp):
         self._buckets, self._begin = buckets, begin
         frozen = (parameter for _, parameter in synchronized_parameters(model) if not parameter.requires_grad)
         self._frozen = [weakref.ref(parameter) for parameter in frozen]
+        self._remembered: list[tuple[Tensor, Tensor]] = []  # parameters with a memory, and their means
         install(model, self._on_bucket)
 
     def finish(self) -> float:
@@ -394,7 +395,11 @@ class DdpPlug(_PlugOfDdp):
         return time.perf_counter() - self._buckets.take_blocked_seconds()
 
     def deliver(self) -> None:
-        """Warn of unfrozen parameters: DDP has stored all means, but ignores those frozen when it was built."""
+        """Store means that DDP may leave out, and warn of unfrozen parameters, which it ignores if built before.
+
+        DDP leaves the gradient of a parameter alone that no rank used, but a part of its memory was sent.
+        """
+        self._store_remembered()
         if any(parameter.requires_grad for weak in self._frozen if (parameter := weak()) is not None):
             self._frozen = []
             text = (
@@ -403,6 +408,17 @@ class DdpPlug(_PlugOfDdp):
             )
             logger.warning("%s", text)
             warnings.warn(text, stacklevel=2)
+
+    def _store_remembered(self) -> None:
+        remembered, self._remembered = self._remembered, []
+        for parameter, mean in remembered:
+            if parameter.grad is not None:
+                parameter.grad.detach().copy_(mean)
+            elif mean.any():
+                parameter.grad = mean if self._model.gradient_as_bucket_view else mean.clone()
+
+    def reset(self) -> None:
+        self._remembered = []
 
     def remove(self) -> None:
         uninstall(self._model)
@@ -426,6 +442,8 @@ class DdpPlug(_PlugOfDdp):
         pending = self._buckets.add(bucket)
         if self._begin():
             self.in_flight.append(pending)
+            if self._model.find_unused_parameters or self._model.static_graph:
+                self._remembered += self._buckets.remembered(bucket)
         return pending if isinstance(pending, Future) else pending.future()
 
 

@@ -459,8 +459,7 @@ class ParameterHooks(Plug):
             if not entry.is_sparse:
                 entry.parameter.grad = gradient  # which gets the mean in place
             return gradient
-        zeros = _no_rows(entry) if entry.is_sparse else torch.zeros_like(entry.local)
-        return self._pass.stand_ins.setdefault(index, zeros.detach())
+        return self._pass.stand_ins.setdefault(index, _no_gradient(entry))
 
     def _contents(self, number: int, indices: Sequence[int], gradients: Sequence[Tensor]) -> Contents:
         """Return a group's parts. Summed gradients are copied into one tensor of each dtype, and back in `deliver`."""
@@ -523,11 +522,11 @@ def broadcast_all(
     process_group: dist.ProcessGroup,
     wait: Callable[[dist.Work | None], object] = lambda work: work is None or work.wait(),
 ) -> None:
-    """Broadcast the values of rank 0, as DDP does. Shapes must have been compared before."""
+    """Broadcast the values of rank 0, as DDP does, and as bytes: backends know few dtypes. Shapes are the same."""
     for tensor in tensors:
-        data = as_real(local_of(tensor.detach()))
+        data = local_of(tensor.detach())
         contiguous = data.contiguous()
-        wait(dist.broadcast(contiguous, group=process_group, group_src=0, async_op=True))
+        wait(dist.broadcast(contiguous.view(-1).view(torch.uint8), group=process_group, group_src=0, async_op=True))
         if contiguous is not data:
             data.copy_(contiguous)
 
@@ -579,8 +578,12 @@ def _of_kind(gradient: Tensor, sparse_dim: int) -> Tensor:
     return dense.to_sparse(sparse_dim) if sparse_dim else dense
 
 
-def _no_rows(entry: Trained) -> Tensor:
-    shape = entry.parameter.shape
-    indices = torch.empty(entry.sparse_dim, 0, dtype=torch.int64, device=entry.parameter.device)
-    values = entry.parameter.new_empty(0, *shape[entry.sparse_dim :])
+def _no_gradient(entry: Trained) -> Tensor:
+    """Return the gradient of a parameter that this rank did not use: zeros, or no rows."""
+    dtype = getattr(entry.parameter, "grad_dtype", None) or entry.parameter.dtype  # no such attribute in older ones
+    if not entry.is_sparse:
+        return torch.zeros_like(entry.local, dtype=dtype)
+    shape, device = entry.parameter.shape, entry.parameter.device
+    indices = torch.empty(entry.sparse_dim, 0, dtype=torch.int64, device=device)
+    values = torch.empty(0, *shape[entry.sparse_dim :], dtype=dtype, device=device)
     return torch.sparse_coo_tensor(indices, values, shape, is_coalesced=True, check_invariants=False)

@@ -480,9 +480,7 @@ class Passes:
 
     def _after_forward(self, module: nn.Module, args: tuple[object, ...], output: object) -> None:
         """Record the beginning of backward: only the training script knows it more exactly."""
-        if torch.compiler.is_compiling():
-            return
-        if not torch.is_grad_enabled():
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
         self._phase = "the loss"
         if self._plug.synchronizes:
@@ -520,12 +518,14 @@ class Passes:
             return
         self._has_warned = True
         model = "DDP model itself (not model.module)" if self._is_ddp else "attached model itself (not a part of it)"
-        text = (
-            f"thinwire is attached, but {type(optimizer).__name__} uses gradients that it did not synchronize: no"
-            f" backward pass reached its hooks since the last step of this optimizer. Call the {model} and"
-            " loss.backward(): gradients of torch.autograd.grad and torch.func are not seen. For"
-            " local steps on purpose use Synchronizer.no_sync()"
+        why = (
+            "it steps in a hook, before they are averaged. Step after backward()"
+            if graph_task() >= 0
+            else "no backward pass reached its hooks since the last step of this optimizer. Call the"
+            f" {model} and loss.backward(), where its parameters are used: gradients of torch.autograd.grad and"
+            " torch.func are not seen. For local steps on purpose use Synchronizer.no_sync()"
         )
+        text = f"thinwire is attached, but {type(optimizer).__name__} uses gradients that it did not synchronize: {why}"
         logger.warning(text)
         warnings.warn(text, stacklevel=5)
 

@@ -418,19 +418,13 @@ def tables_of(module: nn.Module) -> list[nn.Parameter]:
     An embedding that shares its weight with another kind of module, such as the output layer of a language model, is
     left out: that gradient is as dense as any other.
     """
-    embeddings = list(filter(_is_embedding, module.modules()))
     shared = {
         id(weight)
         for entry in module.modules()
         if not _is_embedding(entry)
         for weight in entry.parameters(recurse=False)
     }
-    weights = [
-        _weight_of(entry)
-        for entry in embeddings
-        if _is_sparse(entry) or (_has_dense_gradient(entry) and id(_weight_of(entry)) not in shared)
-    ]
-    return [weight for weight in weights if isinstance(weight, nn.Parameter)]
+    return [weight for entry, weight in _tables(module) if _is_sparse(entry) or id(weight) not in shared]
 
 
 def dense_parameters(
@@ -455,13 +449,20 @@ def dense_parameters(
 
 def sparse_tables_of(module: nn.Module) -> list[nn.Parameter]:
     """Return the weights of embeddings whose gradients are COO tensors."""
-    return [_weight_of(one) for one in module.modules() if _is_embedding(one) and _is_sparse(one)]
+    return [weight for entry, weight in _tables(module) if _is_sparse(entry)]
 
 
 def table_names(module: nn.Module, names: Mapping[int, str]) -> list[str]:
     """Return the names of embedding weights whose gradients are not all-reduced unread, of those with a name by id."""
-    tables = [one for one in module.modules() if _is_embedding(one) and (_is_sparse(one) or _has_dense_gradient(one))]
-    return list(dict.fromkeys(names[id(_weight_of(one))] for one in tables if id(_weight_of(one)) in names))
+    return list(dict.fromkeys(names[id(weight)] for _, weight in _tables(module) if id(weight) in names))
+
+
+def _tables(module: nn.Module) -> Iterator[tuple[nn.Module, nn.Parameter]]:
+    """Yield embeddings whose gradients have rows, with the weights."""
+    for entry in filter(_is_embedding, module.modules()):
+        weight = _weight_of(entry)
+        if weight is not None and (_is_sparse(entry) or _has_dense_gradient(entry)):
+            yield entry, weight
 
 
 def _is_embedding(module: nn.Module) -> bool:
@@ -473,8 +474,11 @@ def _is_sparse(embedding: nn.Module) -> bool:
 
 
 def _weight_of(embedding: nn.Module) -> nn.Parameter:
-    """Return the weight of an embedding; it may be another tensor after a parametrization."""
-    return embedding.weights if _is_flat(embedding) else embedding.weight  # type: ignore[return-value]
+    """Return the weight of an embedding; None where it is parametrized.
+
+    To read such a weight would evaluate it, which may change buffers and draw random numbers.
+    """
+    return embedding._parameters.get("weights" if _is_flat(embedding) else "weight")  # type: ignore[return-value]
 
 
 def _is_flat(module: nn.Module) -> bool:

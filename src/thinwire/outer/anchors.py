@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -83,15 +84,25 @@ class Anchors:
         """Anchor parameters that are trained from now on where they are; call it before each step of the optimizer."""
         self._widen([name for name in self._frozen if self._parameters[name].requires_grad])
 
-    def check_start(self, optimized: Iterable[Tensor]) -> None:
-        """Raise ValueError if one of these parameters was written to since it was anchored."""
+    def check_start(self, optimized: Iterable[Tensor], is_loaded: bool) -> None:
+        """Look for one of these parameters that was written to since it was anchored, which rounds take for training.
+
+        That is right for a model that norms its own weights, or an optimizer that steps away and back.
+
+        Raises:
+            ValueError: there is one, and a state was loaded into the model.
+        """
         ids = set(map(id, optimized))
         for name in (name for name, entry in self._parameters.items() if id(entry) in ids and name not in self._frozen):
             if not torch.equal(self.local(name), self.anchors[name].detach().to(self._parameters[name].dtype)):
-                raise ValueError(
-                    f"parameter {name!r} was written to between attach and the first step, which a round would take for"
+                text = (
+                    f"parameter {name!r} was written to between attach and the first step, which rounds take for"
                     " training: load a model before attach, or the saved state of the outer loop as well"
                 )
+                if is_loaded:
+                    raise ValueError(text)
+                warnings.warn(f"{text}; a model that writes to its own parameters may do so", stacklevel=2)
+                return
 
     def local(self, name: str) -> Tensor:
         """Return this rank's part of a parameter, in the same memory."""

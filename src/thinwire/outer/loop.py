@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import weakref
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -27,7 +27,7 @@ from thinwire.gradients.parameters import share_first
 from thinwire.gradients.steps.describe import configuration
 from thinwire.gradients.steps.state import Gathered
 from thinwire.gradients.synchronizer import Attached
-from thinwire.gradients.tables import tables_of
+from thinwire.gradients.tables import Hook, tables_of, weak
 from thinwire.observe.step import ParameterRecords
 from thinwire.outer.anchors import Anchors
 from thinwire.outer.average import Averager, Entry
@@ -140,7 +140,7 @@ class OuterLoop(Attached):
         self._optimizer = optimizer
         self._average_again = train_apart(model, group)
         self._hook = StepHook(self._rounds, named)
-        self._hook.register(optimizer)
+        self._hook.register(optimizer, module_of(model))
         self._running.add(model)
         self._at_end = weakref.finalize(model, _release, self._hook)
         self._at_end.atexit = False  # type: ignore[misc]  # a property, which the stubs make a field
@@ -315,16 +315,17 @@ class StepHook:
         self._parameters = list(parameters.values())
         self._handles: list[RemovableHandle] = []
         self.dense_bytes = 0
-        self._is_empty = False
+        self._is_empty = self._is_loaded = False
 
     @property
     def is_registered(self) -> bool:
         return bool(self._handles)
 
-    def register(self, optimizer: torch.optim.Optimizer) -> None:
-        """Watch the steps of an optimizer."""
+    def register(self, optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
+        """Watch the steps of an optimizer, and whether a state is loaded into a model before them."""
         before, after = optimizer.register_step_pre_hook(self._before), optimizer.register_step_post_hook(self._after)
-        self._handles = [before, after]
+        loaded = module.register_load_state_dict_post_hook(Hook(weak(self._on_load)))
+        self._handles = [before, after, loaded]
 
     def remove(self) -> None:
         """Watch no further steps."""
@@ -338,8 +339,19 @@ class StepHook:
         if self._is_empty:
             return
         if not self.rounds.steps:
-            self.rounds.check_start(entry for group in optimizer.param_groups for entry in group["params"])
+            self._check_start(entry for group in optimizer.param_groups for entry in group["params"])
         self.rounds.before_step()
+
+    def _check_start(self, optimized: Iterable[Tensor]) -> None:
+        """Raise ValueError before the first step if a model was loaded, and tell the ranks that go on."""
+        try:
+            self.rounds.check_start(optimized, self._is_loaded)
+        except ValueError as error:
+            self.rounds.lane.break_off(f"rank {self.rounds.lane.global_rank}: {error}", error)
+            raise
+
+    def _on_load(self, *unused: object) -> None:
+        self._is_loaded = True
 
     @never_compiled
     def _after(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:

@@ -71,9 +71,9 @@ class Rounds(ABC):
     def steps(self) -> int:
         """Inner steps of this rank."""
 
-    def check_start(self, optimized: Iterable[Tensor]) -> None:
-        """Raise ValueError before the first step if parameters have changed since attach."""
-        self.anchors.check_start(optimized)
+    def check_start(self, optimized: Iterable[Tensor], is_loaded: bool) -> None:
+        """Before the first step look for what has changed since attach, see `Anchors.check_start`."""
+        self.anchors.check_start(optimized, is_loaded)
 
     def before_step(self) -> None:
         """Anchor parameters that are trained from now on."""

@@ -83,10 +83,10 @@ class ShadowRounds(Rounds):
     def steps(self) -> int:
         return self.pace.steps
 
-    def check_start(self, optimized: Iterable[Tensor]) -> None:
+    def check_start(self, optimized: Iterable[Tensor], is_loaded: bool) -> None:
         with self._anchors_lock:
             if not self.landed:
-                super().check_start(optimized)
+                super().check_start(optimized, is_loaded)
                 self._swapped = self._staging.hand_over(()).event  # a round that began before writes behind this
 
     def before_step(self) -> None:

@@ -24,7 +24,8 @@ def test_a_module_of_a_package_runs_with_its_relative_imports_and_arguments() ->
     (package / "__init__.py").touch()
     (package / "net.py").write_text("NAME = 'net'")
     (package / "train.py").write_text(
-        "import sys, pathlib\nfrom .net import NAME\npathlib.Path('seen').write_text(f'{__name__} {NAME} {sys.argv[1:]}')\nsys.exit(0)"
+        "import sys, pathlib\nfrom .net import NAME\n"
+        "pathlib.Path('seen').write_text(f'{__name__} {NAME} {sys.argv[1:]}')\nsys.exit(0)"
     )
     run_as_main("-m measured_package.train", ["--lr", "1"])
     assert Path("seen").read_text() == "__main__ net ['--lr', '1']"

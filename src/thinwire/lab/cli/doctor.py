@@ -58,9 +58,9 @@ def doctor(
     context: typer.Context,
     command: list[str] = typer.Argument(
         None,
-        metavar="SCRIPT.py|-m MODULE|JOB|MODULE:FUNCTION [ARGS]...",
-        help="A script or a module for torchrun with a DDP model, and its arguments; lstm, digits or gpt; or a function"
-        " that returns (model, make_batch, loss).",
+        metavar="SCRIPT.py|JOB|MODULE:FUNCTION [ARGS]...",
+        help="A script, or -m MODULE, for torchrun with a DDP model, and its arguments; lstm, digits or gpt; or a"
+        " function that returns (model, make_batch, loss).",
     ),
     ranks: int = option("--ranks", 4, min=2),
     hosts: int = option("--hosts", None, " of a job; 8 by default", min=1),

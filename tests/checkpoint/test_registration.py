@@ -11,11 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from holders import placed_at
 from thinwire.checkpoint.choice import choose
 from thinwire.checkpoint.holder.slots import SlotSize
 from thinwire.checkpoint.holder.store import Assignment, Holding, Shard, Store
 from thinwire.checkpoint.holder.version import Manifest, ShardId, Version, next_attempt
-from thinwire.checkpoint.registration import holders_of, kept_once, placed_at
+from thinwire.checkpoint.registration import holders_of, kept_once
 
 SIZE = SlotSize(100, 10)
 RUN, TOPOLOGY = "run", "a1"

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from thinwire.checkpoint.holder.client import HolderClient
 from thinwire.checkpoint.holder.start import HolderOptions, start_holder, stop_holder
+from thinwire.checkpoint.registration import holders_of
 
 SECRET = "a secret of the tests, long enough"
 
@@ -32,3 +33,8 @@ def survives(holders: Sequence[Collection[int]], failed: Collection[int]) -> boo
 def _stop(socket: str) -> None:
     with suppress(Exception), HolderClient.connect(socket, SECRET.encode()) as client:
         stop_holder(client)
+
+
+def placed_at(holder: str, holders: Sequence[str], replicas: int, domains: Sequence[str] | None = None) -> list[int]:
+    """Return the ranks whose shards are placed at a holder: its own host's and those it has copies of."""
+    return [rank for rank, copies in enumerate(holders_of(holders, replicas, domains)) if holder in copies]

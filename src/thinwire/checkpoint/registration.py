@@ -81,16 +81,6 @@ def kept_once(
     return Common(group, num_bytes, hosts.count(holders[rank]))
 
 
-def placed_at(holder: str, holders: Sequence[str], replicas: int, domains: Sequence[str] | None = None) -> list[int]:
-    """Return the ranks whose shards are placed at a holder: ranks of its own host, and others that it keeps copies of.
-
-    Example:
-        >>> placed_at("b:1", ["a:1", "b:1", "c:1", "d:1"], replicas=2)
-        [0, 1]
-    """
-    return [rank for rank, copies in enumerate(holders_of(holders, replicas, domains)) if holder in copies]
-
-
 class Registration:
     """The connection of this rank to its holder, and the addresses of all others'.
 

@@ -128,7 +128,8 @@ def sentence(guilty: Sequence[int], notes: Mapping[int, Note], hosts: Mapping[in
             f"ranks waited for each other ({lines}): a peer died, gave up or did not take part within the timeout, or"
             " several attached models ran backward in another order"
         )
-    names = ", ".join(_named(rank, hosts) for rank in guilty[:8]) + (", ..." if len(guilty) > 8 else "")
+    named = [f"{rank} (host {hosts[rank]})" if rank in hosts else str(rank) for rank in guilty[:8]]
+    names = ", ".join(named) + (", ..." if len(guilty) > 8 else "")
     who = f"rank {names}" if len(guilty) == 1 else f"ranks {names}"
     witness = next((note for note in waiting if note.doing), waiting[0] if waiting else None)
     ours = notes.get(guilty[0])
@@ -152,10 +153,6 @@ def sentence(guilty: Sequence[int], notes: Mapping[int, Note], hosts: Mapping[in
         f"{who} stopped answering {since:.1f} s ago{_where(witness)}: it hangs, is in other code, or did not take part"
         f" within the timeout{cure}{waited}"
     )
-
-
-def _named(rank: int, hosts: Mapping[int, str]) -> str:
-    return f"{rank} (host {hosts[rank]})" if rank in hosts else str(rank)
 
 
 def _where(note: Note) -> str:

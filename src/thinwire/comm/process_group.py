@@ -28,7 +28,6 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -61,9 +60,7 @@ class Telling:
     def __enter__(self) -> None:
         pass
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
             self._tell(error)
 
@@ -229,9 +226,7 @@ class Stream:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._abandoned = error is not None
         self._jobs.put(None)
         if error is None:  # else the thread may wait for a peer that waits for this rank: it ends when that hangs up

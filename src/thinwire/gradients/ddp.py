@@ -399,7 +399,12 @@ class DdpPlug(_PlugOfDdp):
 
         DDP leaves the gradient of a parameter alone that no rank used, but a part of its memory was sent.
         """
-        self._store_remembered()
+        remembered, self._remembered = self._remembered, []
+        for parameter, mean in remembered:
+            if parameter.grad is not None:
+                parameter.grad.detach().copy_(mean)
+            elif mean.any():
+                parameter.grad = mean if self._model.gradient_as_bucket_view else mean.clone()
         if any(parameter.requires_grad for weak in self._frozen if (parameter := weak()) is not None):
             self._frozen = []
             text = (
@@ -408,14 +413,6 @@ class DdpPlug(_PlugOfDdp):
             )
             logger.warning("%s", text)
             warnings.warn(text, stacklevel=2)
-
-    def _store_remembered(self) -> None:
-        remembered, self._remembered = self._remembered, []
-        for parameter, mean in remembered:
-            if parameter.grad is not None:
-                parameter.grad.detach().copy_(mean)
-            elif mean.any():
-                parameter.grad = mean if self._model.gradient_as_bucket_view else mean.clone()
 
     def reset(self) -> None:
         self._remembered = []

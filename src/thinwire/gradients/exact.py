@@ -336,13 +336,8 @@ class GradientSync:
             record = self.records.book(table.name, kind, by, formats, rows.density, after, len(group))
             part = weights[index] / sum(weights) if any(weights) else 1 / len(group)
             dense = ring_all_reduce_bytes(rows.num_rows * row_bytes, world_size)
-            predicted = partial(_predicted, part, saved, scheme, demand)
-            record.add(sent[index], predicted, stock[index] if table.gradient.is_sparse else dense)
-
-
-def _predicted(part: float, saved_bytes: int, scheme: Scheme | TwoLevel, demand: Demand) -> float:
-    """Return the predicted bytes of one of the tables of a group, less those that codes of values saved."""
-    return part * (expected_bytes(scheme, demand) - saved_bytes)
+            native = stock[index] if table.gradient.is_sparse else dense
+            record.add(sent[index], lambda part=part: part * (expected_bytes(scheme, demand) - saved), native)
 
 
 def _key(group: Group) -> str:

@@ -199,18 +199,13 @@ def check_parameters(model: nn.Module, excluded: Container[str] = ()) -> None:
         if parameter.requires_grad and not is_known:
             raise ValueError(f"parameter {name!r} has dtype {parameter.dtype}, which is not supported")
     if not (is_sharded(model) or isinstance(model, DistributedDataParallel)):
-        _check_buffers(synchronized_buffers(model, excluded))
-
-
-def _check_buffers(named: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise ValueError for a buffer that cannot be filled with the values of rank 0."""
-    for name, buffer in named:
-        strides = zip(buffer.shape, buffer.stride(), strict=True) if buffer.layout == torch.strided else [(2, 0)]
-        if any(size > 1 and stride == 0 for size, stride in strides):
-            raise ValueError(
-                f"buffer {name!r} is expanded or sparse, and cannot be filled with the values of rank 0: make it"
-                f" contiguous, or leave it out by exclude={name!r}"
-            )
+        for name, buffer in synchronized_buffers(model, excluded):
+            strides = zip(buffer.shape, buffer.stride(), strict=True) if buffer.layout == torch.strided else [(2, 0)]
+            if any(size > 1 and stride == 0 for size, stride in strides):
+                raise ValueError(
+                    f"buffer {name!r} is expanded or sparse, and cannot be filled with the values of rank 0: make it"
+                    f" contiguous, or leave it out by exclude={name!r}"
+                )
 
 
 def check_timeout(timeout: object) -> None:

@@ -403,7 +403,7 @@ def _dispatched(reference: Callable[P, R], kernel: Kernel) -> Callable[P, R]:
         nonlocal is_loaded
         if _BUILT_FOR_GPU and torch.cuda.is_initialized():
             seen, args = _look_into(args)  # pyrefly: ignore [bad-assignment]
-            if _any_on_gpu((*seen, *kwargs.values())):
+            if any(tensor.is_cuda for tensor in _tensors((*seen, *kwargs.values()))):
                 runs = runs_on_gpu(*seen, *kwargs.values())
                 return _on_gpu(kernel, runs, call)(*args, **kwargs)
         chosen = _forced or _environment_mode()
@@ -514,10 +514,6 @@ def _look_into(args: Iterable[object]) -> tuple[list[object], list[object]]:
             seen.append(value)
             kept.append(value)
     return seen, kept
-
-
-def _any_on_gpu(values: Iterable[object]) -> bool:
-    return any(tensor.is_cuda for tensor in _tensors(values))
 
 
 def _tensors(values: Iterable[object]) -> Iterator[Tensor]:

@@ -68,9 +68,6 @@ class _NoCheckpointer:
     def stats(self) -> dict[str, float]:
         return defaultdict(float)
 
-    def __repr__(self) -> str:
-        return "<Checkpointer of a script that is measured: it keeps nothing>"
-
 
 class _NoWriter:
     """What a `MemoryWriter` does meanwhile."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import weakref
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -324,8 +324,7 @@ class StepHook:
     def register(self, optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
         """Watch the steps of an optimizer, and whether a state is loaded into a model before them."""
         before, after = optimizer.register_step_pre_hook(self._before), optimizer.register_step_post_hook(self._after)
-        loaded = module.register_load_state_dict_post_hook(Hook(weak(self._on_load)))
-        self._handles = [before, after, loaded]
+        self._handles = [before, after, module.register_load_state_dict_post_hook(Hook(weak(self._on_load)))]
 
     def remove(self) -> None:
         """Watch no further steps."""
@@ -339,16 +338,13 @@ class StepHook:
         if self._is_empty:
             return
         if not self.rounds.steps:
-            self._check_start(entry for group in optimizer.param_groups for entry in group["params"])
+            optimized = (entry for group in optimizer.param_groups for entry in group["params"])
+            try:
+                self.rounds.check_start(optimized, self._is_loaded)
+            except ValueError as error:  # ranks that go on are told
+                self.rounds.lane.break_off(f"rank {self.rounds.lane.global_rank}: {error}", error)
+                raise
         self.rounds.before_step()
-
-    def _check_start(self, optimized: Iterable[Tensor]) -> None:
-        """Raise ValueError before the first step if a model was loaded, and tell the ranks that go on."""
-        try:
-            self.rounds.check_start(optimized, self._is_loaded)
-        except ValueError as error:
-            self.rounds.lane.break_off(f"rank {self.rounds.lane.global_rank}: {error}", error)
-            raise
 
     def _on_load(self, *unused: object) -> None:
         self._is_loaded = True

@@ -203,7 +203,7 @@ class Members:
         self.min_ranks = len(self._ranks) if min_ranks is None else min_ranks
         self._enter, self._staging, self._exchange_timeout = enter, staging, timeout or self.timeout
         if has_heart:
-            self._heart = Heart(_own(self._store), self._tokens, self._is_frozen)
+            self._heart = Heart(_own(self._store), lambda: (self._token, self._generation.members), self._is_frozen)
 
     def watch(self, lane: Lane) -> None:
         """Have the heart break this lane off when a rank of it freezes."""
@@ -215,9 +215,6 @@ class Members:
             self._heart.stop()
         with suppress(LostPeerError):
             self._set(_ENDED, "")
-
-    def _tokens(self) -> tuple[str, Mapping[int, str]]:
-        return self._token, self._generation.members
 
     def _is_frozen(self, rank: int) -> None:
         lane = None if self._lane is None else self._lane()

@@ -339,12 +339,12 @@ def _lossy(plan: Plan) -> list[str]:
     if not any(group.compressor for group in plan.groups):
         return []
     exact = next((entry for entry in plan.candidates if entry.name == STOCK or entry.name.startswith(EXACT)), None)
-    best = "" if exact is None else f" The best exact way is {exact.name}: {_step(plan, exact)}."
+    best = (
+        ""
+        if exact is None
+        else f" The best exact way is {exact.name}: {format_seconds(plan.other_seconds + exact.seconds)}."
+    )
     return [f"It is lossy: compare the loss, too.{best}"]
-
-
-def _step(plan: Plan, candidate: Candidate) -> str:
-    return format_seconds(plan.other_seconds + candidate.seconds)
 
 
 def _groups(plan: Plan) -> list[str]:

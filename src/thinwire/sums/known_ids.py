@@ -15,7 +15,7 @@ the rows are dealt. With many ranks, or with few or narrow rows, all columns are
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import cached_property, partial
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -130,7 +130,7 @@ class _Shares:
     def add(self, number: int, arriving: Arriving) -> Tensor:
         """Return the sum of a share, added as its pieces arrive, times the scale, rounded once."""
         share = self.mine[number]
-        contents = {rank: partial(_same, content) for rank, content in self.first.items()}
+        contents = {rank: lambda content=content: content for rank, content in self.first.items()}
         receives = contents if number == 0 and contents else dict(arriving)
 
         def piece(rank: int) -> tuple[Tensor, Tensor]:
@@ -181,7 +181,3 @@ class _Shares:
             code, data = data, torch.empty(num_bytes, dtype=torch.uint8)
             floats.decode(code, data.view(dtype))
         return data.view(dtype).view(num_rows, width)
-
-
-def _same(content: Tensor) -> Tensor:
-    return content

@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
-from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
@@ -98,10 +97,8 @@ class OwnerSum:
         self.frames = Frames(self._channel, self._stack.enter_context(self._channel.stream()))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stack.__exit__(kind, error, trace)
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
 
     def push(self, numbers: Iterable[int]) -> None:
         """Queue the pushes of segments of these numbers, the first of every owner first."""

@@ -19,7 +19,6 @@ from enum import StrEnum
 from functools import cached_property, lru_cache
 
 import torch
-from torch import Tensor
 
 from thinwire.kernels import nonzero_rows
 from thinwire.rows.formats import Format, FormatChoice
@@ -111,7 +110,7 @@ def to_units(rows: SparseRows, unit: Unit) -> SparseRows:
     elements = nonzero + (rows.ids - torch.arange(rows.ids.numel())).index_select(0, row) * rows.width
     if unit is Unit.ELEMENTS:
         return SparseRows.trusted(elements, values.view(-1, 1), num_units)
-    blocks, unit_index = _block_of(elements).unique_consecutive(return_inverse=True)
+    blocks, unit_index = (elements // BLOCK_ELEMENTS).unique_consecutive(return_inverse=True)
     filled = values.new_zeros(blocks.numel(), unit_width)
     filled.view(-1)[unit_index * unit_width + elements % unit_width] = values
     return SparseRows.trusted(blocks, filled, num_units)
@@ -130,10 +129,6 @@ def from_units(units: SparseRows, like: SparseRows, unit: Unit) -> SparseRows:
     targets = (row - ids.index_select(0, row)) * like.width + elements
     values.view(-1)[targets] = flat.view(-1).index_select(0, nonzero)
     return SparseRows.trusted(ids, values, like.num_rows)
-
-
-def _block_of(elements: Tensor) -> Tensor:
-    return torch.div(elements, BLOCK_ELEMENTS, rounding_mode="floor")
 
 
 _OWNERSHIP = {

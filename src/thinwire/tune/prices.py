@@ -381,8 +381,8 @@ def route_prices(
         rows.append(RoutePrice(Route.COLLECTIVE, Price(scheme, sent_bytes, ratio * (scan + seconds))))
     options.append(min(rows, key=lambda option: option.seconds))
     if lane is not None and not demand.in_rank_order:  # a GPU sums the values of a row in another order than the host
-        offers = [offer for offer in offers_of(demand, lane, hosts) if not _is_dense(offer)]
-        offer = min(offers, key=_seconds)
+        offers = offers_of(demand, lane, hosts)
+        offer = min((one for one in offers if not getattr(one.scheme, "is_dense", False)), key=_seconds)
         moved = (demand.held + demand.union) * demand.row_bytes
         copies = 0.0 if is_host else moved * COPY_BYTE_SECONDS + STAGED_LAUNCHES * LAUNCH_SECONDS
         seconds = LANE_SHARE * (_seconds(offer) + copies) + LANE_SECONDS
@@ -443,10 +443,6 @@ def rivals(offers: Sequence[Price]) -> list[Price]:
 def adds_in_rank_order(point: Point) -> bool:
     """Return whether a scheme adds the ranks' values in rank order, so that all such schemes give the same bits."""
     return isinstance(point, Scheme) and point.communication is Communication.POINT_TO_POINT
-
-
-def _is_dense(offer: Price) -> bool:
-    return isinstance(offer.scheme, Scheme) and offer.scheme.is_dense
 
 
 def _seconds(offer: Price) -> float:

@@ -311,7 +311,7 @@ class HolderClient:
 
         Args:
             run_id: the run.
-            owners: ranks whose shards are placed on this host, from `thinwire.checkpoint.registration.placed_at`.
+            owners: ranks whose shards are placed on this host, see `thinwire.checkpoint.registration.holders_of`.
             world_size: number of ranks of the run; a step is whole if the shard of each of them is somewhere.
             addresses: addresses (``host:port``) of the holders of all hosts; one that does not answer is left out.
 

@@ -136,8 +136,8 @@ class Connection:
         """
         self._deadline = time.monotonic() + seconds
         mine = os.urandom(16).hex()
-        self.send(FrameKind.GREETING, {"nonce": mine, "macs": macs()})
         try:
+            self.send(FrameKind.GREETING, {"nonce": mine, "macs": macs()})
             answer = self.receive(first_seconds=seconds).json
         except LostPeerError as error:
             raise LostPeerError(

@@ -52,13 +52,10 @@ class Arena:
         aligned = -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         self._asked_bytes += aligned
         if self._asked_bytes > self.capacity_bytes:
-            self._wanted_bytes = min(max(self._wanted_bytes, _power_of_two(self._asked_bytes)), self._limit_bytes)
+            power_of_two = 1 << (self._asked_bytes - 1).bit_length()
+            self._wanted_bytes = min(max(self._wanted_bytes, power_of_two), self._limit_bytes)
         start = self._taken_bytes
         if start + num_bytes > self.capacity_bytes:
             return None
         self._taken_bytes += aligned
         return self._memory[start : start + num_bytes]
-
-
-def _power_of_two(size: int) -> int:
-    return 1 << max(0, size - 1).bit_length()

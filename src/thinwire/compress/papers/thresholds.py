@@ -177,7 +177,8 @@ class Sidco(DensitySparsifier):
             return nothing(flat)
         threshold = self._threshold(flat, moments, k, state["stages"])
         achieved = kernels.count_at_least(flat, threshold) if math.isfinite(threshold) else 0
-        _adapt(state, achieved / k, _most_stages(k / flat.numel()))
+        most_stages = math.ceil(math.log(k / flat.numel()) / math.log(FIRST_RATIO))  # the last one selects a quarter
+        _adapt(state, achieved / k, max(1, most_stages))
         return select_near(flat, threshold, k, achieved)
 
     def _threshold(self, flat: Tensor, moments: Moments, k: int, stages: int) -> float:
@@ -230,11 +231,6 @@ def pareto_excess(mean: float, variance: float, ratio: float) -> float:
     if abs(shape) < 1e-9:
         return exponential_excess(scale, ratio)
     return scale * math.expm1(min(700.0, -shape * math.log(ratio))) / shape
-
-
-def _most_stages(ratio: float) -> int:
-    """Return the number of stages at which the last one need not select less than a quarter."""
-    return max(1, math.ceil(math.log(ratio) / math.log(FIRST_RATIO)))
 
 
 def _adapt(state: State, achieved: float, most: int) -> None:

@@ -151,7 +151,8 @@ class DenseChoice:
         reports, kept = dict(sorted(self._lossless.reports.items())), ""
         self._lossless.reports.clear()
         mine = [number for report in reports.values() for number in _numbers(report)]
-        columns = _totals(self._lane.agree(f"bits and seconds of {', '.join(reports)}", mine)) if mine else []
+        gathered = self._lane.agree(f"bits and seconds of {', '.join(reports)}", mine) if mine else []
+        columns = [sum(column) for column in zip(*gathered, strict=True)]
         for index, (bucket, report) in enumerate(reports.items()):
             code = _code(columns[12 * index :][:12], report.num_bytes / max(1, report.values))
             verdict = self._decision(code, report.num_bytes / self._coded, was_lossless=True)
@@ -218,10 +219,6 @@ def _measured(lane: Lane) -> Machine | None:
 
 def _numbers(report: SumReport) -> list[float]:
     return [float(number) for half in (report.push, report.pull) for number in astuple(half)]
-
-
-def _totals(gathered: Sequence[Sequence[float]]) -> list[float]:
-    return [sum(column) for column in zip(*gathered, strict=True)]
 
 
 def _code(numbers: Sequence[float], value_bytes: float) -> Code:

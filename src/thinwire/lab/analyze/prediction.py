@@ -138,7 +138,7 @@ def predict_one(demand: Demand, machine: Machine, extrapolated: bool) -> Predict
         extrapolated=extrapolated,
         densification=growth,
         union=demand.union,
-        bytes={name: _even_bytes(scheme, demand) for name, scheme in schemes.items()},
+        bytes={name: float(expected_bytes(scheme, demand)) for name, scheme in schemes.items()},
         seconds={
             name: expected_seconds(scheme, demand, machine, busiest_rank_bytes(scheme, demand))
             for name, scheme in schemes.items()
@@ -184,10 +184,6 @@ def _explanation(demand: Demand, machine: Machine, warning: str | None) -> str:
     if demand.held >= DENSE_SHARE * demand.num_rows:
         return f"dense: a rank holds {demand.held / demand.num_rows:.0%} of all rows"
     return explained(ranked(prices(demand, machine)), demand)
-
-
-def _even_bytes(scheme: Scheme, demand: Demand) -> float:
-    return float(expected_bytes(scheme, demand))
 
 
 def _without_list(scheme: Scheme) -> Scheme:

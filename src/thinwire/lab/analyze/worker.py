@@ -31,8 +31,7 @@ def main() -> None:
     from thinwire.lab.analyze.failure import kept_errors
     from thinwire.lab.analyze.recorder import Recorder
     from thinwire.lab.harmless import harmless
-    from thinwire.lab.leave import leave
-    from thinwire.lab.testbed.rank import end_now
+    from thinwire.lab.leave import end_now, leave
 
     os.dup2(2, 1)  # the script's output goes to standard error: standard output is for the JSON of the parent
     directory, steps, script, *arguments = sys.argv[1:]

@@ -84,7 +84,7 @@ def measure(
             sent_between_hosts_bytes=(
                 None if points[method] == AGSPARSE_TORCH else runs[method][-1].sent_between_hosts_bytes
             ),
-            chosen=_name(points[method]) if method == AUTO else method,
+            chosen=str(points[method]) if isinstance(points[method], str) else name_of(points[method]),
             digest=_digest(results[method]),
             max_abs_error=errors.get(method),
             machine=machine,
@@ -122,10 +122,6 @@ def _as_rows(result: SparseRows | Tensor | None) -> SparseRows:
 
 
 Point = Scheme | TwoLevel | str
-
-
-def _name(point: Point) -> str:
-    return point if isinstance(point, str) else name_of(point)
 
 
 def _point(method: str, lane: Lane, rows: SparseRows) -> Point:

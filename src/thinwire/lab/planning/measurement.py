@@ -368,7 +368,12 @@ class Measurement:
             "synchronizations": self.synchronizations,
             "optimizer": self.optimizer,
             "parameters": [
-                {"name": entry.name, "shape": list(entry.shape), "dtype": _dtype_name(entry.dtype), "seconds": seconds}
+                {
+                    "name": entry.name,
+                    "shape": list(entry.shape),
+                    "dtype": str(entry.dtype).removeprefix("torch."),
+                    "seconds": seconds,
+                }
                 for entry, seconds in zip(self.parameters, self.backward_seconds, strict=True)
             ],
             "tables": [table.to_json() for table in self.tables],
@@ -427,10 +432,6 @@ class Measurement:
             return cls.from_json(data)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _dtype(name: str) -> torch.dtype:

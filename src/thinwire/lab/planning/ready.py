@@ -208,7 +208,8 @@ class StepBoundary:
         del args, kwargs
         if self._is_ours(optimizer):
             self._stepped = self._waits = True
-            name = "SGD" if _is_sgd(optimizer) else type(optimizer).__name__
+            names = [base.__name__ for base in type(optimizer).__mro__]
+            name = "SGD" if "SGD" in names else names[0]
             self.optimizers = sorted({*self.optimizers, name})
 
     def _waits_for_optimizer(self) -> bool:
@@ -219,10 +220,6 @@ class StepBoundary:
     def _is_ours(self, optimizer: Optimizer) -> bool:
         groups = getattr(optimizer, "param_groups", ())
         return any(id(parameter) in self._ids for group in groups for parameter in group["params"])
-
-
-def _is_sgd(optimizer: Optimizer) -> bool:
-    return any(base.__name__ == "SGD" for base in type(optimizer).__mro__)
 
 
 def _living_optimizers() -> Iterator[Optimizer]:

@@ -122,14 +122,11 @@ def run(benchmark: CheckpointBenchmark, on_progress: OnProgress) -> dict[str, An
         "environment": _environment(benchmark, records, link_mbit),
         "rows": [row_of(method, records, recoveries.get(method), link_mbit) for method in benchmark.methods],
     }
-    result["rows"] = [{**row, **_reason(failed.get(row["method"]))} for row in result["rows"]] + rows_of_absent
+    reasons = {method: {"unavailable": text} for method, text in failed.items() if text is not None}
+    result["rows"] = [{**row, **reasons.get(row["method"], {})} for row in result["rows"]] + rows_of_absent
     if records[0].traced:
         result["timeline"] = timeline(sampler.samples, [record.traced for record in records])
     return result
-
-
-def _reason(text: str | None) -> dict[str, str]:
-    return {} if text is None else {"unavailable": text}
 
 
 def _overhead(

@@ -17,6 +17,7 @@ from typing import Any, Self
 
 from thinwire.checkpoint.holder.client import HolderClient
 from thinwire.checkpoint.holder.start import HolderOptions, command, load_secret
+from thinwire.lab.bench.train.account import bytes_sent_in
 from thinwire.lab.testbed.network import EmulatedNetwork, Link, enter_namespace
 
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
@@ -118,11 +119,7 @@ class HolderHosts:
 
 def link_bytes(counter: int) -> int:
     """Return the bytes that the host has put on its link so far, headers included."""
-    for line in os.pread(counter, 1 << 16, 0).decode().splitlines():
-        name, separator, counters = line.partition(":")
-        if separator and name.strip() == EmulatedNetwork.interface:
-            return int(counters.split()[8])
-    raise ValueError("the host has lost its link")
+    return bytes_sent_in(os.pread(counter, 1 << 16, 0).decode(), EmulatedNetwork.interface)
 
 
 def _start(line: list[str]) -> subprocess.Popen[str]:

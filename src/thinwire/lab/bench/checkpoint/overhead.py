@@ -88,9 +88,8 @@ def measure(context: RankContext, plan: Overhead, data: Data | None) -> Overhead
     layout, _ = flatten(trainer.training.capture(0))
     record = OverheadRecord(layout.payload_bytes)
     # The Checkpointer that listens to the lane comes last: a lane has one listener.
-    methods = {
-        method: make(method, trainer, plan.destination, context.rank) for method in sorted(plan.methods, key=_late)
-    }
+    names = sorted(plan.methods, key=lambda name: name == THINWIRE)
+    methods = {name: make(name, trainer, plan.destination, context.rank) for name in names}
     runner = _Runner(trainer, methods, lambda: cpu_seconds(plan.destination, context.rank))
     for method in plan.methods:
         runner.block(method, SETTLED_STEPS if method == THINWIRE else WARM_UP_STEPS)
@@ -108,10 +107,6 @@ def measure(context: RankContext, plan: Overhead, data: Data | None) -> Overhead
     for method in methods.values():
         method.close()
     return record
-
-
-def _late(method: str) -> bool:
-    return method == THINWIRE
 
 
 class _Runner:

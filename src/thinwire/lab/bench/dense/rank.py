@@ -198,7 +198,7 @@ def _judged(context: RankContext, buckets: Sequence[Tensor], runs: dict[str, lis
                 opening + (round(each[-1].coded.predicted_bytes) or _predicted_bytes(method, buckets, context)),
                 _mean([run.link_bytes for run in each]),
                 _digest(each[-1].means),
-                all(map(_same_bits, each[-1].means, expected)),
+                all(map(torch.equal, map(_raw, each[-1].means), map(_raw, expected))),
                 *_errors(each[-1].means, exact),
                 each[-1].coded if method == LOSSLESS else None,
             )
@@ -218,10 +218,6 @@ def _errors(means: Sequence[Tensor], exact: Sequence[Tensor]) -> tuple[float, fl
     mean, true = torch.cat(list(means)).double(), torch.cat(list(exact))
     error = mean - true
     return float(error.abs().max()), float(error.norm() / true.norm()) if bool(true.any()) else 0.0
-
-
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    return torch.equal(_raw(one), _raw(other))
 
 
 def _raw(tensor: Tensor) -> Tensor:

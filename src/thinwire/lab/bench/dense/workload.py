@@ -52,7 +52,8 @@ class DenseWorkload:
 
     @cached_property
     def job(self) -> Job | OwnJob:
-        job = parse_job(":".join(word for word in self._words if not _is_own(word)), self.scale)
+        words = [word for word in self._words if not word.startswith(("autocast", "accumulate=", "after="))]
+        job = parse_job(":".join(words), self.scale)
         return replace(job, autocast="bfloat16") if "autocast" in self._words else job
 
     @property
@@ -114,10 +115,6 @@ def buckets(gradients: Sequence[Tensor]) -> list[Tensor]:
         if sum(part.nbytes for part in bucket) >= limit:
             filled.append(open_buckets.pop(gradient.dtype))
     return [torch.cat(parts) for parts in (*filled, *open_buckets.values())]
-
-
-def _is_own(word: str) -> bool:
-    return word == "autocast" or word.startswith(("accumulate=", "after="))
 
 
 def _average(parameter: Tensor, world_size: int) -> None:

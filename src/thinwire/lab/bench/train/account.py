@@ -70,7 +70,12 @@ def interface_bytes_sent(interface: str) -> int:
     Raises:
         ValueError: there is no such interface.
     """
-    for line in Path("/proc/thread-self/net/dev").read_text().splitlines():
+    return bytes_sent_in(Path("/proc/thread-self/net/dev").read_text(), interface)
+
+
+def bytes_sent_in(table: str, interface: str) -> int:
+    """Return the bytes that an interface has sent by the text of ``/proc/.../net/dev``; errors as above."""
+    for line in table.splitlines():
         name, separator, counters = line.partition(":")
         if separator and name.strip() == interface:
             return int(counters.split()[8])

@@ -37,7 +37,7 @@ def row_of(training: JobTraining, records: Sequence[RankRecord], link_mbit: floa
     curve = curve_of(training, records)
     by_step = _by_step(records)
     step_seconds = _step_seconds(records)
-    typical = _typical if records[0].rounds is None else _mean_of_late
+    typical = (lambda steps: statistics.median(map(_mean, steps))) if records[0].rounds is None else _mean_of_late
     return {
         "job": training.job.name,
         "method": training.method,
@@ -155,11 +155,6 @@ def _step_seconds(records: Sequence[RankRecord]) -> list[float]:
 
 def _by_step(records: Sequence[RankRecord]) -> list[list[StepRecord]]:
     return [list(steps) for steps in zip(*(record.steps for record in records), strict=True)]
-
-
-def _typical(steps: Sequence[Sequence[float]]) -> float:
-    """Median over steps of the mean over ranks."""
-    return statistics.median(map(_mean, steps))
 
 
 def _mean_of_late(steps: Sequence[Sequence[float]]) -> float:

@@ -16,8 +16,8 @@ from typing import Any
 from checkpoint_faults.hosts import Hosts
 from checkpoint_faults.kind import Expected, Kind, Outcome, restored
 from checkpoint_faults.training import Flip, Job, restart, run
+from holders import placed_at
 from thinwire.checkpoint.options import Disk
-from thinwire.checkpoint.registration import placed_at
 
 GROUP = "silent corruption"
 FLIPS = 20

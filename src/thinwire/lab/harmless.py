@@ -55,6 +55,7 @@ class _NoCheckpointer:
 
     steps = 0
     __init__ = restore = persist_now = close = _nothing
+    __repr__ = object.__repr__
 
     def step(self) -> None:
         self.steps += 1

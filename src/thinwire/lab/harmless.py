@@ -55,7 +55,7 @@ class _NoCheckpointer:
 
     steps = 0
     __init__ = restore = persist_now = close = _nothing
-    __repr__ = object.__repr__
+    __repr__ = lambda self: "<Checkpointer of a script that is measured: it keeps nothing>"  # noqa: E731
 
     def step(self) -> None:
         self.steps += 1

@@ -509,7 +509,8 @@ def _odd(context: RankContext, wrapped: bool) -> None:
     if context.rank and not wrapped:
         for buffer in module.buffers():
             buffer.zero_()
-    model = DistributedDataParallel(module, init_sync=False) if wrapped else module
+    # Stock DDP broadcasts no such buffers over Gloo.
+    model = DistributedDataParallel(module, init_sync=False, broadcast_buffers=False) if wrapped else module
     sync = thinwire.attach(model)
     for buffer, expected in zip(module.buffers(), seeded(Odd).buffers(), strict=True):
         assert torch.equal(buffer.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8))

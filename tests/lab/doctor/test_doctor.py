@@ -613,7 +613,7 @@ def test_a_plan_is_no_measurement(tmp_path: Path) -> None:
         (("none.py",), "there is no script none.py"),
         (("lstn",), "unknown job 'lstn'; legal are lstm, digits, gpt, xlmr"),
         (("lstm", "extra"), "lstm takes no arguments"),
-        (("train.py", "--hosts", "2"), "give --ranks, not --hosts"),
+        (("--hosts", "2", "train.py"), "give --ranks, not --hosts"),
         (("lstm", "--hosts", "2", "--link", "fast"), "unknown link 'fast'"),
         (("lstm", "--hosts", "1"), "two ranks are needed"),
         (("lstm", "--hosts", "2", "--compress", "gaussian_k"), "nobody can tell beforehand"),

@@ -100,7 +100,6 @@ def without_attach(on_call: Callable[[], None] = lambda: None) -> Iterator[None]
     """
 
     def do_nothing(model: nn.Module, *args: object, **kwargs: object) -> _NotAttached:
-        del args, kwargs
         wrapped = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
         if not wrapped:
             raise ValueError(

@@ -191,12 +191,8 @@ def write_json(result: dict[str, Any], path: Path | None) -> None:
     """Write a result to a file, to standard output for ``-``, or nowhere for None."""
     if path is None:
         return
-    text = (
-        json.dumps(
-            result if result.keys() & {"environment", "fingerprint"} else {"written_by": "thinwire", **result}, indent=2
-        )
-        + "\n"
-    )
+    mark = {} if result.keys() & {"environment", "fingerprint"} else {"written_by": "thinwire"}
+    text = json.dumps({**mark, **result}, indent=2) + "\n"
     if path == STDOUT:
         typer.echo(text, nl=False)
     else:

@@ -221,8 +221,8 @@ class ThinwireGroup(dist.ProcessGroup):
 
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, *arguments: Any, **keywords: Any) -> dist.Work:
         """Sum [n * k] over all ranks; ``output`` [k] gets the part of this rank."""
-        begin, scale = None, self._scale(tensor, arguments, keywords)
-        if scale is not None and self._may_code("reduce_scatter", tensor) and _are_parts(output, tensor, self.size()):
+        begin, is_large = None, self._may_code("reduce_scatter", tensor) and _are_parts(output, tensor, self.size())
+        if is_large and (scale := self._scale(tensor, arguments, keywords)) is not None:
             begin = partial(_coded_reduce_scatter, _values(output), _values(tensor), scale)
         forward = partial(self._plain.reduce_scatter_single, output, tensor, *arguments, **keywords)
         return self._run("reduce_scatter", tensor, output, begin, forward)

@@ -177,7 +177,8 @@ class Sidco(DensitySparsifier):
             return nothing(flat)
         threshold = self._threshold(flat, moments, k, state["stages"])
         achieved = kernels.count_at_least(flat, threshold) if math.isfinite(threshold) else 0
-        most_stages = math.ceil(math.log(k / flat.numel()) / math.log(FIRST_RATIO))  # the last one selects a quarter
+        # At so many stages the last one need not select less than a quarter.
+        most_stages = math.ceil(math.log(k / flat.numel()) / math.log(FIRST_RATIO))
         _adapt(state, achieved / k, max(1, most_stages))
         return select_near(flat, threshold, k, achieved)
 

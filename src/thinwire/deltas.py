@@ -102,7 +102,7 @@ def fold(old: Mapping[str, Tensor], deltas: Iterable[bytes]) -> bytes:
 
     Raises:
         CorruptMessageError: a delta was truncated or altered.
-        MismatchError: the first was made from another state, or a later one from a state that those before do not lead to.
+        MismatchError: the first was made from another state, or the next from one that those before do not lead to.
     """
     state = {name: value.detach().clone() for name, value in old.items()}
     for delta in deltas:
@@ -144,7 +144,7 @@ def _words(tensor: Tensor) -> Tensor:
 
 
 def _raw(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.contiguous().view(torch.uint8).numpy())
+    return tensor.contiguous().view(torch.uint8).numpy().data
 
 
 def _digest(words: Tensor) -> str:

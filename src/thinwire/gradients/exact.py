@@ -43,6 +43,8 @@ LEFT_SECONDS, LEFT_BYTES = 0.002, 512 * 1024
 processors alone. On few bytes a short probe of the link can be wrong without doing harm."""
 LEFT_STEPS = 1000
 """Number of steps for which it does, before it is examined again."""
+OTHERS = "all other parameters"
+"""Name of the row of `Synchronizer.table` for all that is all-reduced in buckets."""
 LEFT = "native"
 """Scheme of a table that stock DDP sums, in `Synchronizer.table`."""
 ROUTE_VARIABLE, ROWS_AT_ONCE = "THINWIRE_ROUTE", "rows"
@@ -430,8 +432,7 @@ class NativeAllReduce:
 
     Args:
         process_group: a group of the ranks of the lane.
-        account: the statistics that count the bytes, under ``name``.
-        scheme: name of the scheme in these statistics.
+        account: the statistics that count the bytes.
         lost: returns the error to raise when torch lost a peer, see `Lane.lost_to`.
         is_own: whether the group is the model's, as on NCCL.
     """
@@ -440,15 +441,12 @@ class NativeAllReduce:
         self,
         process_group: dist.ProcessGroup,
         account: GradientSync,
-        name: str,
-        scheme: str,
         lost: Callable[[BaseException], LostPeerError],
         is_own: bool = False,
     ) -> None:
         self._lost = lost
         self.process_group, self.is_own = process_group, is_own
         self._account = account
-        self._name, self._scheme = name, scheme
         self._moved_bytes = 0
         self._jobs: list[JobTimes] = []
 
@@ -523,7 +521,8 @@ class NativeAllReduce:
         """Add the bytes of a ring, and seconds, to the statistics, while no job of the lane runs, which adds too."""
         moved, self._moved_bytes = self._moved_bytes, 0
         if moved:
-            record = self._account.records.book(self._name, "all-reduce", self._scheme, "dense")
+            scheme = "NCCL" if self.is_own else name_of(DENSE)
+            record = self._account.records.book(OTHERS, "all-reduce", scheme, "dense")
             record.add(moved, moved, moved)
             lane.exchange.count_all_reduce(moved)
         jobs, self._jobs = self._jobs, []

@@ -24,7 +24,7 @@ from thinwire.comm.hosts import ranks_of_hosts
 from thinwire.comm.lane import Lane
 from thinwire.comm.machine import Machine
 from thinwire.compress.assign import LOSSLESS, NATIVE
-from thinwire.gradients.buckets import OTHERS
+from thinwire.gradients.exact import OTHERS
 from thinwire.gradients.lossless import ROW, LosslessSync
 from thinwire.gradients.tables import weak
 from thinwire.rows import floats

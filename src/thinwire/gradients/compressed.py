@@ -24,7 +24,7 @@ from thinwire.compress.wrappers import code_of
 from thinwire.errors import LostPeerError
 from thinwire.gradients.compression import GradScaler, Planned
 from thinwire.gradients.exact import OTHERS
-from thinwire.gradients.tables import share
+from thinwire.gradients.tables import by_dtype, flattened, share
 from thinwire.observe.step import ParameterRecords
 from thinwire.rows.formats import Format, Kind, Message
 from thinwire.rows.sparse import SparseRows
@@ -39,19 +39,10 @@ T = TypeVar("T")
 
 def fused_all_reduce(channel: Channel, tensors: Sequence[Tensor]) -> None:
     """Average contiguous tensors over ranks, in place, in one all-reduce for each dtype; after `Channel.open`."""
-    scale = 1.0 / channel.world_size
-    dtypes = dict.fromkeys(tensor.dtype for tensor in tensors)
-    if len(dtypes) > 1:
-        for dtype in dtypes:
-            fused_all_reduce(channel, [tensor for tensor in tensors if tensor.dtype == dtype])
-        return
-    if len(tensors) == 1:
-        dense_all_reduce(tensors[0], channel, scale)
-        return
-    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    dense_all_reduce(flat, channel, scale)
-    for tensor, mean in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
-        tensor.copy_(mean.view(tensor.shape))
+    for alike in by_dtype(tensors):
+        flat, copy_back = flattened(alike)
+        dense_all_reduce(flat, channel, 1.0 / channel.world_size)
+        copy_back()
 
 
 def can_ride(tensor: Tensor) -> bool:

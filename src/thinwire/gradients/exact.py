@@ -24,7 +24,7 @@ from thinwire.comm.hosts import ranks_of_hosts
 from thinwire.comm.lane import Lane
 from thinwire.comm.process_group import ring_all_reduce_bytes, sparse_all_reduce_bytes
 from thinwire.errors import LostPeerError, unknown
-from thinwire.gradients.tables import TableGradient, TableShape, plan_groups, share, stack, unstack
+from thinwire.gradients.tables import TableGradient, TableShape, by_dtype, plan_groups, share, stack, unstack
 from thinwire.observe.step import JobTimes, ParameterRecords, enabled, show
 from thinwire.rows.sparse import SparseRows
 from thinwire.sums.cost import DENSIFICATION_EXPONENT, Demand, expected_bytes
@@ -458,8 +458,7 @@ class NativeAllReduce:
         """
         if not self.is_own:
             return tuple(map(self._start, gradients))
-        dtypes = dict.fromkeys(gradient.dtype for gradient in gradients)
-        return tuple(self._start(*(one for one in gradients if one.dtype == dtype)) for dtype in dtypes)
+        return tuple(self._start(*alike) for alike in by_dtype(gradients))
 
     def start_bucket(self, gradients: Sequence[Tensor], buffer: Tensor, job: JobTimes) -> DenseBucket:
         """Start like `start`, for a bucket that has nothing else."""

@@ -668,6 +668,24 @@ def unstack(stacked: SparseRows, num_rows: Sequence[int]) -> list[SparseRows]:
     ]
 
 
+def by_dtype(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Return the tensors of each dtype, in the order in which the first of each comes."""
+    return [[one for one in tensors if one.dtype == dtype] for dtype in dict.fromkeys(one.dtype for one in tensors)]
+
+
+def flattened(tensors: Sequence[Tensor]) -> tuple[Tensor, Callable[[], None]]:
+    """Return tensors of a dtype as a flat one, a single one as it is, and what copies the flat one back."""
+    if len(tensors) == 1:
+        return tensors[0], lambda: None
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+    def copy_back() -> None:
+        for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+            tensor.copy_(part.view(tensor.shape))
+
+    return flat, copy_back
+
+
 def share(total: int, weights: Sequence[int]) -> list[int]:
     """Split a whole number in proportion to ``weights`` (evenly if all are 0), exactly.
 
@@ -689,10 +707,6 @@ class StagedTable(TableGradient):
     """
 
     staging: Staging = field(default_factory=Staging)
-
-    @property
-    def kind(self) -> str:
-        return "sparse gradient" if self.gradient.is_sparse else "dense gradient, rows scanned"
 
     def store(self, held: SparseRows, mean: SparseRows) -> Tensor:
         if self.gradient.is_sparse:
@@ -729,4 +743,4 @@ class StagedTable(TableGradient):
 
 def staged(table: TableGradient, staging: Staging) -> TableGradient:
     """Return the table in a form that the lane can read: staged if it is on a device."""
-    return table if staging.is_host else StagedTable(table.name, table.gradient, table.touched, staging)
+    return table if staging.is_host else StagedTable(table.name, table.gradient, staging=staging)

@@ -74,10 +74,6 @@ class DenseChoice:
         self.trial = Trial([Arm(NATIVE), Arm(LOSSLESS)], SETUP_SECONDS)
         self._playing = Playing(lane.agree, "sums of dense gradients", self.trial, weak(self._play))
 
-    @property
-    def is_timed(self) -> bool:
-        return self.trial.is_timed
-
     def finish_step(self, waited: float) -> None:
         """Decide what is due after a step; the next one may be summed another way."""
         before = self.trial.standing

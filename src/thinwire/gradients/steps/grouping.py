@@ -121,20 +121,7 @@ class Following:
     ) -> None:
         self.groups = groups
         self._names, self._hooks, self._compressed = frozenset(names), hooks, compressed
-
-    @property
-    def can_regroup(self) -> bool:
-        return self._hooks is not None
-
-    @property
-    def can_be_dropped(self) -> bool:
-        """Whether exact synchronization in the default groups would differ from the present one."""
-        return self._hooks is not None or self._compressed is not None
-
-    @property
-    def compresses(self) -> bool:
-        """Whether there is compression, with memories to drop."""
-        return self._compressed is not None
+        self.can_regroup, self.compresses = hooks is not None, compressed is not None
 
     @property
     def num_groups(self) -> int:
@@ -176,7 +163,7 @@ class Following:
         for index in self._order():
             entry = self._hooks.trained[index]
             compresses = self._compressed is not None and self._compressed.takes(entry.name)
-            gradients.append(Gradient(entry.name, entry.num_bytes, compresses))
+            gradients.append(Gradient(entry.name, entry.local.nbytes, compresses))
         return gradients
 
     @property

@@ -196,7 +196,7 @@ class Buckets:
         future = self._staging.future()
         self._waiting.append((contents, future))
         if self._may_wait(contents):
-            self._waiting_bytes += sum(self._gradients.shape(table).expected_bytes for table in contents.tables)
+            self._waiting_bytes += sum(self._gradients.expected_bytes(table) for table in contents.tables)
             if self._waiting_bytes <= MAX_WAITING_BYTES:
                 return future
         self._submit_waiting()
@@ -377,7 +377,7 @@ class Buckets:
         (table,) = contents.tables
         seen = table.name in self._seen
         self._seen.add(table.name)
-        return seen and self._gradients.shape(table).is_small
+        return seen and self._gradients.is_small(table)
 
     def _beginning(self, batch: Batch) -> Callable[[Lane], Callable[[], None]] | None:
         """Return what begins to sum a bucket while the one before still waits for peers; None if it cannot."""

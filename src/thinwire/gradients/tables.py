@@ -4,7 +4,7 @@
 - `LookupRows`: the rows of a dense gradient that can be non-zero, known from its lookups, and proven.
 - `TableGradient`: a gradient as rows, and the mean back in the layout of DDP. `StagedTable` is one on a GPU: only its
   non-zero rows go to the host, and only the mean comes back.
-- `plan_groups`, `stack`, `unstack`: small tables of one step travel as one.
+- `stack`, `unstack`: small tables of one step travel as one.
 
 A synchronization costs a header round and a message for each peer and phase, however small it is. A model with
 26 small tables pays that 26 times a step. Tables whose rows have the same width, dtype and device are one taller
@@ -594,56 +594,6 @@ class TableGradient:
 
     def _matrix(self) -> Tensor:
         return self.gradient.view(self.layout.num_rows, self.layout.width)
-
-
-SMALL_TABLE_BYTES = 256 * 1024
-"""Size of a sum above which a table is synchronized alone: 20 ms at 100 Mbit/s, where a header round costs below 1."""
-
-
-@dataclass(frozen=True)
-class TableShape:
-    """The properties of a table that all ranks know before a step.
-
-    Args:
-        name: name of the parameter.
-        num_rows, width, dtype, device: shape and type of the table as a matrix [num_rows, width].
-        union: number of rows in the sum of the last step; None before the first.
-
-    The union is used, and not the rows of the largest rank, because a fused message has the number of rows of each
-    rank in all tables together, and only the sum shows the number of each table.
-    """
-
-    name: str
-    num_rows: int
-    width: int
-    dtype: torch.dtype
-    device: torch.device
-    union: int | None = None
-
-    @property
-    def expected_bytes(self) -> int:
-        """Bytes of the sum if it has the rows of last time; of the whole table before the first time."""
-        rows = self.num_rows if self.union is None else self.union
-        return rows * self.width * self.dtype.itemsize
-
-    @property
-    def is_small(self) -> bool:
-        return self.expected_bytes <= SMALL_TABLE_BYTES
-
-
-def plan_groups(tables: Sequence[TableShape]) -> tuple[tuple[int, ...], ...]:
-    """Return groups of tables that are synchronized together, as indices, ordered by their first table.
-
-    Example:
-        >>> table = TableShape("a", 100, 8, torch.float32, torch.device("cpu"))
-        >>> plan_groups([table, TableShape("b", 10**6, 8, torch.float32, torch.device("cpu")), table])
-        ((0, 2), (1,))
-    """
-    groups: dict[object, list[int]] = {}
-    for index, table in enumerate(tables):
-        alike = (table.width, table.dtype, table.device) if table.is_small else index
-        groups.setdefault(alike, []).append(index)
-    return tuple(map(tuple, groups.values()))
 
 
 def stack(tables: Sequence[SparseRows]) -> SparseRows:

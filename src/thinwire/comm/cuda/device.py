@@ -26,7 +26,7 @@ class CudaDevice:
         self._stream = torch.cuda.Stream(device, priority=-1)
         self._completion = torch.cuda.Stream(device)
 
-    def record(self) -> DeviceEvent:
+    def record(self) -> torch.cuda.Event:
         """Record an event after the work queued so far on the current stream of the calling thread."""
         if torch.cuda.is_current_stream_capturing():
             raise ThinwireError(
@@ -34,7 +34,7 @@ class CudaDevice:
                 " cannot be captured: capture only parts of the model, by torch.cuda.make_graphed_callables before"
                 " attach, and call backward() and step() of a Checkpointer outside of torch.cuda.graph"
             )
-        event = DeviceEvent(blocking=True)
+        event = torch.cuda.Event(blocking=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
 

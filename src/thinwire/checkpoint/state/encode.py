@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import json
 from collections.abc import Callable, Sequence
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from thinwire.checkpoint.state.layout import ALIGNMENT_BYTES, DTYPES, STORABLE, StateLayout, TensorSlice
+from thinwire.checkpoint.state.layout import COLLECTIONS, DTYPES, STORABLE, TAGS, StateLayout, TensorSlice, aligned
 from thinwire.checkpoint.state.sharding import local_of, part_of
 
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
@@ -191,7 +190,7 @@ class _Form:
         ]
         shared_bytes = 0
         for number in sorted(originals, key=lambda number: (not first[number], number)):
-            offset = -(-self._payload_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+            offset = aligned(self._payload_bytes)
             item = self._slices[number] = replace(self._slices[number], offset=offset)
             self._payload_bytes = offset + item.nbytes
             shared_bytes = self._payload_bytes if first[number] else shared_bytes
@@ -305,29 +304,16 @@ def kind_of(tensor: Any) -> list[Any]:
 def _plain(value: Any, path: str) -> Any:
     if value is None or isinstance(value, bool):
         return value
-    if isinstance(value, np.generic) and value.dtype.kind in "biufcmM":
-        return {"numpy": [value.dtype.str, value.tobytes().hex()]}
-    if isinstance(value, str):
-        return str(value)
-    if isinstance(value, int):
-        return int(value)
-    if isinstance(value, float):
-        return {"float": float(value).hex()}
-    if isinstance(value, complex):
-        return {"complex": [value.real.hex(), value.imag.hex()]}
-    if isinstance(value, bytes):
-        return {"bytes": base64.b64encode(value).decode()}
-    if isinstance(value, (set, frozenset)):
-        kind = "set" if isinstance(value, set) else "frozenset"
-        return {kind: [_key(item, path) for item in value]}
-    if isinstance(value, (range, slice)):
-        return {type(value).__name__: [_key(item, path) for item in (value.start, value.stop, value.step)]}
-    if isinstance(value, torch.Size):
-        return {"size": list(value)}
-    if isinstance(value, (torch.dtype, torch.device)):
-        return {type(value).__name__: str(value).removeprefix("torch.")}
-    kind = f"numpy array of {value.dtype}" if isinstance(value, np.ndarray) else type(value).__name__
-    raise ValueError(f"{path or 'the state'}: a {kind} cannot be stored; make it of {STORABLE}")
+    if isinstance(value, (int, str)):
+        return str(value) if isinstance(value, str) else int(value)
+    for tag, (kind, write, _) in TAGS.items():
+        if isinstance(value, kind):
+            return {tag: write(value)}
+    for tag, (kind, write, _) in COLLECTIONS.items():
+        if isinstance(value, kind):
+            return {tag: [_key(item, path) for item in write(value)]}
+    what = f"numpy array of {value.dtype}" if isinstance(value, np.ndarray) else type(value).__name__
+    raise ValueError(f"{path or 'the state'}: a {what} cannot be stored; make it of {STORABLE}")
 
 
 def _key(key: Any, path: str) -> Any:

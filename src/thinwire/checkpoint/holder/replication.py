@@ -218,11 +218,11 @@ class Replicator:
     def bytes_pending(self) -> int:
         """Return the bytes still to be sent; call it with the store's lock held."""
         digest, sent = self._sending or ("", 0)
-        lacking = [manifest for _, manifest in self._lacking()]
+        lacking = [manifest for _, manifest in self.lacking()]
         return sum(each.payload_bytes - (sent if each.version.digest == digest else 0) for each in lacking)
 
-    def _lacking(self) -> list[tuple[Holding, Manifest]]:
-        """The versions that the peer should get, oldest first."""
+    def lacking(self) -> list[tuple[Holding, Manifest]]:
+        """Return the versions that the peer should get, oldest first; call it with the store's lock held."""
         result, shard = self._shard.complete(), self._shard
         return [(h, m) for h, m in result if not self.is_settled(m.version.digest) and shard.is_wanted(m)]
 
@@ -304,8 +304,8 @@ class Replicator:
     def _next(self) -> tuple[Holding, Manifest] | None:
         """The oldest version that the peer lacks, pinned; None after a while without one."""
         with self._store.changed:
-            self._store.changed.wait_for(lambda: self._lacking() or self._stopping.is_set(), _IDLE_SECONDS)
-            result = [] if self._stopping.is_set() else self._lacking()
+            self._store.changed.wait_for(lambda: self.lacking() or self._stopping.is_set(), _IDLE_SECONDS)
+            result = [] if self._stopping.is_set() else self.lacking()
             if result:
                 result[0][0].readers += 1
             return result[0] if result else None

@@ -30,7 +30,7 @@ from thinwire.gradients.buckets import OTHERS, Buckets, Sums, as_real
 from thinwire.gradients.collective import CollectiveTables, measured
 from thinwire.gradients.compressed import CompressedSync, Statistics
 from thinwire.gradients.compression import GradScaler, Methods
-from thinwire.gradients.ddp import Alone, DdpPlug, LeftToDdp, Plug, can_move, keep_group
+from thinwire.gradients.ddp import Alone, DdpPlug, LeftToDdp, Plug, keep_group, keeps_buckets
 from thinwire.gradients.exact import GradientSync, NativeAllReduce, is_native, route_asked_for
 from thinwire.gradients.lossless import LosslessSync
 from thinwire.gradients.module import module_of, synchronized_buffers, synchronized_parameters
@@ -468,7 +468,7 @@ class Synchronizer(Attached):
             return NativeAllReduce(group, self._gradients, OTHERS, "NCCL", lost, is_own=True)
         is_ddp = isinstance(self._model, DistributedDataParallel)
         stays = device.type != "cpu" or self._inner.world_size == 1
-        if self._is_left_to_ddp and (stays or not can_move(self._model)):
+        if self._is_left_to_ddp and (stays or keeps_buckets(self._model)):
             return NativeAllReduce(group, self._gradients, OTHERS, name_of(DENSE), lost)
         is_alike = is_ddp or self._sharding is not None
         if device.type != "cpu" or self._intent is not None or not is_alike:
@@ -510,7 +510,8 @@ class Synchronizer(Attached):
         """
         is_free = self._gradients.scheme == AUTO and not self._gradients.in_rank_order and self._route == AUTO
         can_sum = all(weight.dtype.itemsize >= 4 for weight in sparse_tables_of(self._module))
-        return is_free and can_sum and self._staging.is_host and self._lane.world_size > 1 and can_move(self._model)
+        is_host = self._staging.is_host and self._lane.world_size > 1
+        return is_free and can_sum and is_host and not keeps_buckets(self._model)
 
     def _make_plug(self, sums: Sums) -> Plug:
         if is_ddp := isinstance(self._model, DistributedDataParallel):

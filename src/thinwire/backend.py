@@ -195,8 +195,7 @@ class ThinwireGroup(dist.ProcessGroup):
         self._codes = set(settings.calls.split("+")) if self._is_lossless or is_open else set[str]()
         for device, kind, back_end in _inner(made):
             for group in (self, self._plain):
-                group._register_backend(torch.device(device), kind, back_end)
-                group._set_default_backend(kind)
+                c10d.add_back_end(group, device, kind, back_end)
 
         if self._is_lossless:
             self._keep(_lane_of(made))
@@ -527,7 +526,7 @@ def _agreed(made: c10d.BackEndOptions, settings: Options) -> str:
     made.store.set(f"settings of {made.group_rank}", json.dumps([can_code, host_identity(), str(settings)]))
     said = (json.loads(text) for text in made.store.multi_get([f"settings of {rank}" for rank in ranks]))
     can, hosts, texts = zip(*said, strict=True)
-    named = made.global_ranks_in_group or ranks
+    named = _global_ranks(made)
     other = next((rank for rank in ranks if texts[rank] != texts[0]), None)
     unable = "" if all(can) else f"rank {named[can.index(False)]} cannot run compiled kernels: {floats.CURE}"
     if other is None and not (unable and settings.dense == LOSSLESS):
@@ -570,7 +569,8 @@ def stats(group: Group = None) -> dict[str, dict[str, Any]]:
 
 def _inner(made: c10d.BackEndOptions) -> Iterator[tuple[str, Any, Any]]:
     """Yield device, kind and back end of those that are forwarded to."""
-    gloo = _gloo(made, dist.PrefixStore("gloo/", made.store))
+    met = dist.PrefixStore("gloo/", made.store), _global_ranks(made), made.group_rank, made.timeout
+    gloo = c10d.gloo_back_end(*met, made.group_id)
     yield "cpu", dist.ProcessGroup.BackendType.GLOO, _checked(gloo, "gloo", made)
     if torch.cuda.is_available() and dist.is_nccl_available():
         options = dist.ProcessGroupNCCL.Options()
@@ -578,16 +578,11 @@ def _inner(made: c10d.BackEndOptions) -> Iterator[tuple[str, Any, Any]]:
         options.global_ranks_in_group, options.group_name = made.global_ranks_in_group, made.group_id  # type: ignore
         nccl_store = dist.PrefixStore("nccl/", made.store)
         nccl = dist.ProcessGroupNCCL(nccl_store, made.group_rank, made.group_size, options)
-        nccl._set_sequence_number_for_group()
         yield "cuda", dist.ProcessGroup.BackendType.NCCL, _checked(nccl, "nccl", made)
 
 
-def _gloo(made: c10d.BackEndOptions, store: dist.Store) -> Any:
-    gloo = dist.ProcessGroupGloo(store, made.group_rank, made.group_size, made.timeout)
-    gloo.options.global_ranks_in_group = made.global_ranks_in_group or list(range(made.group_size))
-    gloo.options.group_name = made.group_id  # type: ignore
-    gloo._set_sequence_number_for_group()
-    return gloo
+def _global_ranks(made: c10d.BackEndOptions) -> list[int]:
+    return made.global_ranks_in_group or list(range(made.group_size))
 
 
 def _lane_of(made: c10d.BackEndOptions) -> Lane:
@@ -596,15 +591,8 @@ def _lane_of(made: c10d.BackEndOptions) -> Lane:
     In its first sum a rank would wait for all others, of which one may wait for what this one sends after that call.
     """
     store = cloned(made.store)  # in that of the group a call beside this one would wait
-
-    def make() -> dist.ProcessGroup:
-        group = dist.ProcessGroup(made.store, made.group_rank, made.group_size)
-        gloo = _gloo(made, dist.PrefixStore("lane/", store or made.store))
-        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
-        group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-        return group
-
-    own = PrivateGroup(make)
+    met = dist.PrefixStore("lane/", store or made.store), _global_ranks(made), made.group_rank, made.timeout
+    own = PrivateGroup(partial(c10d.unregistered_group, *met))
     exchange = Exchange(own.process_group)
     (job, *_) = gather_bytes(exchange, "number of the job", secrets.token_bytes(8), 8)
     notes = Notes(store, exchange.global_ranks[exchange.rank], exchange.global_ranks)

@@ -30,7 +30,7 @@ from thinwire.gradients.buckets import Buckets, Sums, as_real
 from thinwire.gradients.collective import CollectiveTables, measured
 from thinwire.gradients.compressed import CompressedSync, Statistics
 from thinwire.gradients.compression import GradScaler, Methods
-from thinwire.gradients.ddp import Alone, DdpPlug, LeftToDdp, Plug, can_move, keep_group
+from thinwire.gradients.ddp import Alone, DdpPlug, LeftToDdp, Plug, keep_group, keeps_buckets
 from thinwire.gradients.exact import GradientSync, NativeAllReduce, is_native, route_asked_for
 from thinwire.gradients.lossless import LosslessSync
 from thinwire.gradients.module import module_of, synchronized_buffers, synchronized_parameters
@@ -463,7 +463,7 @@ class Synchronizer(Attached):
         """
         is_own, on_host = is_native(group, self._device), self._device.type == "cpu"
         stays = not on_host or self._inner.world_size == 1
-        if is_own or (self._is_left_to_ddp and (stays or not can_move(self._model))):
+        if is_own or (self._is_left_to_ddp and (stays or keeps_buckets(self._model))):
             return NativeAllReduce(group, self._gradients, self._inner.lost_to, is_own)
         is_alike = isinstance(self._model, DistributedDataParallel) or self._sharding is not None
         if not on_host or self._intent is not None or not is_alike:
@@ -505,7 +505,8 @@ class Synchronizer(Attached):
         """
         is_free = self._gradients.scheme == AUTO and not self._gradients.in_rank_order and self._route == AUTO
         can_sum = all(weight.dtype.itemsize >= 4 for weight in sparse_tables_of(self._module))
-        return is_free and can_sum and self._staging.is_host and self._lane.world_size > 1 and can_move(self._model)
+        is_host = self._staging.is_host and self._lane.world_size > 1
+        return is_free and can_sum and is_host and not keeps_buckets(self._model)
 
     def _make_plug(self, sums: Sums) -> Plug:
         if is_ddp := isinstance(self._model, DistributedDataParallel):

@@ -81,10 +81,12 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a bucket takes the lossless way, and why in one line."""
+    """Whether a bucket takes the lossless way, and why in one line; seconds of both ways, 0 if they do not matter."""
 
     is_lossless: bool
     reason: str
+    native_seconds: float = 0.0
+    lossless_seconds: float = 0.0
 
 
 def native_seconds(num_bytes: float, world_size: int, link: LinkCosts) -> float:
@@ -117,7 +119,7 @@ def verdict(native: float, lossless: float, code: Code, was_lossless: bool = Fal
     is_lossless = native >= (KEPT if was_lossless else TAKEN) * lossless
     gain = "" if is_lossless else f", less than {100 * (TAKEN - 1):.0f} % to gain" if native > lossless else ", slower"
     seconds = f"{_format(lossless)} instead of {_format(native)} on this link"
-    return Verdict(is_lossless, f"{code.describe()}; {seconds}{gain}")
+    return Verdict(is_lossless, f"{code.describe()}; {seconds}{gain}", native, lossless)
 
 
 def _format(seconds: float) -> str:

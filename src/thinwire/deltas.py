@@ -75,6 +75,7 @@ def apply(state: Mapping[str, Tensor], delta: bytes) -> None:
         CorruptMessageError: the delta was truncated or altered.
         MismatchError: the state is not the one that the delta was made from.
         TypeError: a value is no dense tensor.
+        ValueError: elements of a tensor to change share memory.
     """
     rows, body = _parse(delta)
     _check_alike({name: [dtype, shape] for name, dtype, shape, *_ in rows}, state)
@@ -86,13 +87,18 @@ def apply(state: Mapping[str, Tensor], delta: bytes) -> None:
         codes = [body.pop(0) for _ in sizes]
         if not count:
             continue
+        if any(step == 0 and size > 1 for step, size in zip(state[name].stride(), state[name].shape, strict=True)):
+            raise ValueError(
+                f"{name!r} has elements that share memory, as expand() makes them: call contiguous() first"
+            )
         words = words.clone()
         positions = _positions(name, codes, count, words.numel())
         words[positions] ^= _joined(name, codes, count, words.dtype)
         if _digest(words) != after:
             raise CorruptMessageError(f"the delta does not lead to the bits that it announces for {name!r}")
         changed[_memory(state[name])] = state[name], words
-    with torch.no_grad():
+    is_inference = any(tensor.is_inference() for tensor, _ in changed.values())
+    with torch.no_grad(), torch.inference_mode(is_inference):
         for tensor, words in changed.values():
             tensor.copy_(words.view(tensor.dtype).view(tensor.shape))
 

@@ -150,3 +150,18 @@ def test_another_state_is_refused_by_the_first_name_that_differs() -> None:
         deltas.encode({"a": 1}, {"a": 2})  # pyrefly: ignore
     with pytest.raises(TypeError, match="send it by itself"):
         deltas.encode({"a": torch.eye(2).to_sparse()}, {"a": torch.eye(2).to_sparse()})
+
+
+def test_a_tensor_that_cannot_be_written_changes_none() -> None:
+    old = {"w": torch.zeros(4), "shown": torch.zeros(1, 2).expand(3, 2)}
+    delta = deltas.encode(old, {"w": torch.ones(4), "shown": torch.ones(3, 2)})
+    with pytest.raises(ValueError, match=r"'shown' has elements that share memory.*contiguous"):
+        deltas.apply(old, delta)
+    assert torch.equal(old["w"], torch.zeros(4))
+
+
+def test_tensors_of_inference_mode_change_too() -> None:
+    with torch.inference_mode():
+        state = {"w": torch.zeros(4)}
+    deltas.apply(state, deltas.encode({"w": torch.zeros(4)}, {"w": torch.ones(4)}))
+    assert torch.equal(state["w"], torch.ones(4))

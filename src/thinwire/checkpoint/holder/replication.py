@@ -15,7 +15,7 @@ from typing import Any
 from thinwire.checkpoint.holder.faultpoint import reach
 from thinwire.checkpoint.holder.frames import HANDSHAKE_SECONDS, Connection, FrameKind
 from thinwire.checkpoint.holder.slots import Slot, digest_pool, runs_of
-from thinwire.checkpoint.holder.store import Holding, Shard, Store
+from thinwire.checkpoint.holder.store import Changes, Holding, Shard, Store
 from thinwire.checkpoint.holder.version import Manifest, Version, field
 from thinwire.errors import CorruptMessageError, LostPeerError, ThinwireError
 
@@ -30,7 +30,7 @@ _IDLE_SECONDS = 1.0  # between looks at whether an idle peer is still there
 class Grants:
     """Bytes that a shard's senders may send, over all its peers. Without a trainer there is no limit."""
 
-    def __init__(self, changed: threading.Condition) -> None:
+    def __init__(self, changed: Changes) -> None:
         self._changed = changed
         self._bytes = 0
         self._unlimited = True
@@ -57,9 +57,8 @@ class Grants:
             return taken
 
     def _set(self, num_bytes: int, unlimited: bool) -> None:
-        with self._changed:
+        with self._changed.change():
             self._bytes, self._unlimited = num_bytes, unlimited
-            self._changed.notify_all()
 
 
 def parse_address(address: str) -> tuple[str, int]:
@@ -272,12 +271,11 @@ class Replicator:
         except BaseException:
             connection.close()
             raise
-        with self._store.changed:
+        with self._store.changed.change():
             if self._stopping.is_set():
                 connection.close()
                 raise LostPeerError("it is stopped")
             self._held, self._connection = held, connection
-            self._store.changed.notify_all()
 
     def _disconnect(self) -> None:
         if self._connection is not None:
@@ -343,12 +341,11 @@ class Replicator:
             backoff = min(2 * backoff, _BACKOFF_SECONDS[1])
 
     def _note(self, held: str | None = None, given_up: str | None = None) -> None:
-        with self._store.changed:
+        with self._store.changed.change():
             self._sending = None
             here = {manifest.version.digest for _, manifest in self._shard.complete()}
             self._held = (self._held | {held} if held else self._held) & here
             self._given_up = (self._given_up | {given_up} if given_up else self._given_up) & here
-            self._store.changed.notify_all()
 
     def _send(self, holding: Holding, manifest: Manifest, whole: bool) -> bool:
         """Send one version, ``whole`` or what the peer has not in the one before; whether the peer has it now.

@@ -22,8 +22,8 @@ from thinwire.checkpoint.holder.metrics import HttpRequest
 from thinwire.checkpoint.holder.replication import call, parse_address, receive_payload, tune
 from thinwire.checkpoint.holder.sessions import PeerSession, TrainerSession
 from thinwire.checkpoint.holder.slots import SlotSize
-from thinwire.checkpoint.holder.start import HolderConfig, RunMarker
-from thinwire.checkpoint.holder.store import Holding, Scrubber, Shard, Store
+from thinwire.checkpoint.holder.start import HolderConfig
+from thinwire.checkpoint.holder.store import Changes, Holding, Scrubber, Shard, Store
 from thinwire.checkpoint.holder.version import MAX_LAYOUT_BYTES, Manifest, Version
 from thinwire.checkpoint.holder.version import field as get
 from thinwire.errors import CorruptMessageError, ThinwireError
@@ -319,10 +319,6 @@ class Holder:
             "shards": shards,
         }
 
-    def forget(self, run_id: str) -> None:
-        """Remove what this host remembers of a run."""
-        RunMarker(self.config.socket_path, run_id).remove()
-
     def drain(self) -> None:
         """Send pending versions, for at most ``drain_seconds``."""
         deadline = time.monotonic() + self.config.drain_seconds
@@ -365,7 +361,7 @@ class _Fetch:
     take, one that is much slower than another that waits counts as lost."""
 
     def __init__(self, holder: Holder, version: Version, sources: Sequence[str]) -> None:
-        self._holder, self._version, self._changed = holder, version, threading.Condition()
+        self._holder, self._version, self._changed = holder, version, Changes()
         self._offers, self._failures = list[tuple[Manifest, SlotSize, bytes]](), list[Exception]()
         self._slot: tuple[Holding, Manifest] | None = None
         self._stripes, self._missing, self._ended, self._sources = deque[tuple[int, int]](), 0, False, len(sources)
@@ -395,25 +391,22 @@ class _Fetch:
 
     def end(self) -> None:
         """Let the sources go; one that is still being called is closed as it answers."""
-        with self._changed:
+        with self._changed.change():
             self._ended = True
-            self._changed.notify_all()
 
     def _run(self, source: str) -> None:
         try:
             with contextlib.closing(self._holder.call(source)) as connection:
                 offer = self._holder.offered(connection, self._version, source)
-                with self._changed:
+                with self._changed.change():
                     self._offers.append(offer)
-                    self._changed.notify_all()
                 seconds = None
                 while (stripe := self._next(seconds)) is not None:
                     seconds = self._pull(connection, *stripe)
         except Exception as error:
             self._failures.append(error)
-        with self._changed:
+        with self._changed.change():
             self._sources -= 1
-            self._changed.notify_all()
 
     def _next(self, seconds: float | None) -> tuple[int, int] | None:
         """Wait for a stripe to take: those of others may come back, and those that take much longer than the
@@ -440,11 +433,10 @@ class _Fetch:
             done = True
             return (time.monotonic() - began) * _STRIPE * manifest.chunk_bytes / (end - start)
         finally:
-            with self._changed:
+            with self._changed.change():
                 del self._pulling[connection]
                 self._missing -= done
                 self._stripes.extend([] if done else [(first, last)])
-                self._changed.notify_all()
 
 
 def _traffic(name: str, total: tuple[int, float]) -> dict[str, Any]:

@@ -75,6 +75,17 @@ def _left(limit: Path, usage: Path) -> list[int]:
 
 
 SLOTS_PER_SHARD = 2
+class Changes(threading.Condition):
+    """A lock for what others wait to see changed."""
+
+    @contextlib.contextmanager
+    def change(self) -> Iterator[None]:
+        """Hold it for a change; those who wait look again afterwards."""
+        with self:
+            yield
+            self.notify_all()
+
+
 
 
 @dataclass(eq=False)
@@ -260,7 +271,7 @@ class Store:
         self.shards: dict[ShardId, Shard] = {}
         self.bytes_sent = 0  # to all peers
         self.plans: dict[str, Assignment] = {}
-        self.changed = threading.Condition()
+        self.changed = Changes()
         self._registering = threading.Lock()
         self._fetching: set[str] = set()
         self._slot_number = 0
@@ -356,7 +367,7 @@ class Store:
 
     def _make_room(self, shard_id: ShardId, needed: int, evict: bool) -> None:
         """Evict what nobody goes back to, until so many bytes are available. Raises BudgetError."""
-        with self.changed:
+        with self.changed.change():
             while needed > 0 and self.used_bytes + needed > self.budget_bytes:
                 result = self._evictable(shard_id.run_id) if evict else []
                 if not result:
@@ -366,7 +377,6 @@ class Store:
                 holding.slot.close()
                 if not shard.holdings:
                     del self.shards[shard.id]
-            self.changed.notify_all()
 
     def _evictable(self, run_id: str) -> list[tuple[Shard, Holding]]:
         """Slots of the run that may be freed, the first one first: no version that is wanted, or in use.
@@ -455,11 +465,10 @@ class Store:
     def seal(self, holding: Holding, manifest: Manifest, layout: bytes, pieces: tuple[int, ...] = ()) -> None:
         """Make the content of the slot a version."""
         holding.slot.publish(manifest, layout)
-        with self.changed:
+        with self.changed.change():
             holding.manifest, holding.layout, holding.writing = manifest, layout, False
             holding.pieces = pieces
             holding.sealed_at = holding.read_at = time.monotonic()
-            self.changed.notify_all()
 
     def gather(self, shard: Shard, order: tuple[int, int], members: int) -> Gathering | None:
         """Return the version of that order that the ranks of this host write together, begun by the first of them.
@@ -522,17 +531,15 @@ class Store:
         try:
             yield brought
         finally:
-            with self.changed:
+            with self.changed.change():
                 self._fetching.discard(digest)
-                self.changed.notify_all()
 
     def abandon(self, holding: Holding) -> None:
         """Drop an unfinished version."""
-        with self.changed:
+        with self.changed.change():
             if holding.writing:
                 holding.slot.clear()
                 holding.writing = False
-            self.changed.notify_all()
 
     @contextlib.contextmanager
     def reading(self, version: Version) -> Iterator[Holding]:
@@ -567,9 +574,8 @@ class Store:
                 self.unpin(holding)
 
     def unpin(self, holding: Holding) -> None:
-        with self.changed:
+        with self.changed.change():
             holding.readers -= 1
-            self.changed.notify_all()
 
     def verified(self, run_id: str, verify: bool) -> list[Version]:
         """Return the complete versions of a run; with ``verify``, only those whose slots match their digests."""
@@ -593,13 +599,12 @@ class Store:
         return False
 
     def discard(self, version: Version, reason: str) -> None:
-        with self.changed:
+        with self.changed.change():
             shard = self.shards.get(version.shard)
             holding = shard.find(version.digest) if shard is not None else None
             if shard is not None and holding is not None:
                 holding.manifest, shard.last_error = None, reason
                 holding.slot.clear()
-            self.changed.notify_all()
 
     def forget(self, run_id: str, topology: str | None = None) -> int:
         """Free the shards of a run, or one topology of it; return their number. Raises ValueError if one is in use."""
@@ -621,9 +626,8 @@ class Store:
 
     def remove(self, shard: Shard) -> None:
         """Free the memory of a shard, stopping all senders and receivers of it."""
-        with self.changed:
+        with self.changed.change():
             self.shards.pop(shard.id, None)
-            self.changed.notify_all()
         if shard.receiver is not None:
             shard.receiver.close()
         for replica in shard.replicas.values():

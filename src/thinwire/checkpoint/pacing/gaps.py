@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median, pstdev
 
+from thinwire.checkpoint.holder.store import Changes
 from thinwire.checkpoint.pacing.counters import BusySampler, busy_periods
 from thinwire.errors import ThinwireError
 
@@ -181,7 +182,7 @@ class Pacer:
         self._grant, self._every, self._watched = grant, every, watched
         self._revoke, self._sampler = revoke, sampler
         self._link = 0.0, 0.0  # of the last offer: bytes/s, seconds of latency
-        self._changed = threading.Condition()
+        self._changed = Changes()
         self._grants: list[Grant] = []
         self._planned_grants: list[Grant] = []
         self._iteration, self._origin = 0, 0.0  # its number, and its start
@@ -297,13 +298,12 @@ class Pacer:
                 " one is made every %s: what does not fit is spread over them, and versions in between are skipped",
                 num_bytes / 1e6, needed, self._every,
             )  # fmt: skip
-        with self._changed:
+        with self._changed.change():
             if num_bytes:
                 self.iterations_needed = needed
             self._offered = self._iteration
             self._grants, self._planned_grants = self._with_ends(grants), grants or self._planned_grants
             self._sent_at = self._end_of(grants, bytes_per_second)
-            self._changed.notify_all()
 
     def _end_of(self, grants: list[Grant], bytes_per_second: float | None) -> float:
         if not grants or grants[-1].iteration > 0:
@@ -382,9 +382,8 @@ class Pacer:
         return self._origin + grant.seconds - time.perf_counter() if ahead == 0 else 0.0
 
     def close(self) -> None:
-        with self._changed:
+        with self._changed.change():
             self._closed = True
-            self._changed.notify_all()
         self._thread.join()
         if self._sampler is not None:
             self._sampler.close()

@@ -247,7 +247,7 @@ class Holder:
             sources = [address for address, replica in shard.replicas.items() if replica.has(version.digest)]
             wanted, sender = shard.is_wanted(manifest), shard.sender
             if shard.id.owner < 0:  # the peers have it too, of whatever shard
-                run = [each for each in self.store.shards.values() if each.id.run_id == shard.id.run_id]
+                run = self.store.of_run(shard.id.run_id)
                 sources = sorted({address for each in run for address in each.replicas})
         if sender is not None:
             sender.close()

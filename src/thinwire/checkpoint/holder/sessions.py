@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, ClassVar
 
+from thinwire.checkpoint.holder.faultpoint import reach
 from thinwire.checkpoint.holder.frames import Connection, Frame, FrameKind
 from thinwire.checkpoint.holder.replication import Grants, Replicator, parse_address, receive_payload, send_payload
 from thinwire.checkpoint.holder.slots import SlotSize
@@ -578,7 +579,8 @@ class PeerSession(Session):
             manifest = holding.slot.read()[0]
             started = time.monotonic()
             self.connection.send(FrameKind.REPLY, {})
-            send_payload(self.connection, holding.slot, manifest, chunks=(first, last))
+            for _piece in send_payload(self.connection, holding.slot, manifest, chunks=(first, last)):
+                reach("serve", manifest.shard.owner, manifest.step)
         start, end = manifest.bounds(first, last)
         self.holder.note("served", end - start, time.monotonic() - started)
 

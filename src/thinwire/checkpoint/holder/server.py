@@ -511,18 +511,10 @@ def _listen_unix(path: Path) -> socket.socket:
 
 def _listen_tcp(bind: str, port: int) -> tuple[socket.socket, str]:
     try:
-        family, kind, protocol, _, where = socket.getaddrinfo(
-            bind, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
+        family, _, _, _, where = socket.getaddrinfo(bind, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        dual = family == socket.AF_INET6  # to all addresses of IPv6 means to those of IPv4, too
+        listener = socket.create_server(where, family=family, backlog=_BACKLOG, dualstack_ipv6=dual)
     except OSError as error:
-        raise ValueError(f"cannot bind to {bind}: {error}") from error
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(where)
-        listener.listen(_BACKLOG)
-    except OSError as error:
-        listener.close()
         raise ValueError(f"cannot bind to {bind}, port {port}: {error}; give an address of this host") from error
     host, port = listener.getsockname()[:2]
     return listener, f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -79,7 +79,7 @@ class SlotWriter:
         self._client.request("abandon", {"slot": self._number})
 
 
-class SlotReader:
+class SlotReader(contextlib.AbstractContextManager["SlotReader"]):
     """A mapped version that is not overwritten until ``close``. Writing to ``payload`` changes a private copy only.
 
     What its owner has in common with other ranks is in ``common``, if it is kept there.
@@ -96,9 +96,6 @@ class SlotReader:
     @property
     def common(self) -> memoryview | None:
         return self._beside.payload if self._beside is not None else None
-
-    def __enter__(self) -> SlotReader:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -120,7 +117,7 @@ class SlotReader:
             on_close()
 
 
-class HolderClient:
+class HolderClient(contextlib.AbstractContextManager["HolderClient"]):
     """A connection to the holder of this host; thread-safe. Every call raises LostPeerError once the holder is gone.
 
     Example:
@@ -168,9 +165,6 @@ class HolderClient:
             connection.close()
             raise
         return cls(connection)
-
-    def __enter__(self) -> HolderClient:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

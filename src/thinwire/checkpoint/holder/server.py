@@ -43,7 +43,7 @@ class AlreadyRunning(ThinwireError):
     """Raised when another holder has that socket."""
 
 
-class Holder:
+class Holder(contextlib.AbstractContextManager["Holder"]):
     """A server of checkpoint memory that runs until ``stop``; every trusted connection has a thread of its own.
 
     Example: with Holder(config) as holder: print(holder.address)
@@ -78,9 +78,6 @@ class Holder:
             os.close(self._claim)
             raise
         self.scrubber = Scrubber(self.store, self._mend)
-
-    def __enter__(self) -> Holder:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.stop()

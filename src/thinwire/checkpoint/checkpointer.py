@@ -7,7 +7,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ _FLUSH_POLL_SECONDS = 0.002
 _EXIT_SECONDS = 10.0
 
 
-class Checkpointer:
+class Checkpointer(AbstractContextManager["Checkpointer"]):
     """A keeper of this rank's newest state in the memory of this host and of its peers (GEMINI, SOSP'23).
 
     Call `restore` once, before training, and `step` after every optimizer step; both on all ranks. A failure of a
@@ -144,9 +144,6 @@ class Checkpointer:
         newest = self._agreement.keep
         kept = f"all ranks have step {newest}" if newest >= 0 else "no step that all ranks have"
         return f"<Checkpointer of run {self._run_id!r}, rank {self._rank}: {self.steps} steps, {kept}>"
-
-    def __enter__(self) -> Checkpointer:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

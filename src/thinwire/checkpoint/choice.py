@@ -21,8 +21,7 @@ class Choice:
     """The step to restore, and the attempt that wrote it; None if no step is complete.
 
     For each owner, ``sources`` has the address of the holder that supplies its shard, and ``versions`` the version.
-    ``fetched``: owners whose shard comes from another host than their own. ``common``: the holders of what owners have
-    in common, by its digest. ``certified``: whether all owners have alike
+    ``common``: the holders of what owners have in common, by its digest. ``certified``: whether all owners have alike
     what they should; None if there is no such thing. ``reasons``: why newer steps and other versions were not chosen.
     """
 
@@ -30,7 +29,6 @@ class Choice:
     attempt: int = 0
     sources: tuple[str, ...] = ()
     versions: tuple[Version, ...] = ()
-    fetched: tuple[int, ...] = ()
     certified: bool | None = None
     reasons: tuple[str, ...] = ()
     common: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -102,8 +100,7 @@ def choose(
     reasons += [text for order, text in passed.items() if order > (result.attempt, result.step)]
     sources = _sources(result.copies, holders, placed or {})
     versions = tuple(result.copies[owner][source] for owner, source in enumerate(sources))
-    fetched = tuple(owner for owner, holder in enumerate(holders) if sources[owner] != holder)
-    named = result.step, result.attempt, sources, versions, fetched, result.certified, _shortened(reasons)
+    named = result.step, result.attempt, sources, versions, result.certified, _shortened(reasons)
     return Choice(*named, result.common)
 
 

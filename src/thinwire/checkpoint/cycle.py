@@ -250,12 +250,10 @@ class Cycle:
             return
         self._stepped.add(id(optimizer))
         self._has_stepped = True
-        step = self.step + 1
-        due = self._governor.is_due(step) and self.started and self._agreement.is_registered
-        if due and self._turn is None and not self.broken:
-            self._turn = self._worker.submit(lambda: self._agreement.take_turn(step))
-        elif due:
+        if self._turn is not None:
             self._needed.set()
+        elif not self.broken:
+            self._take_early()
 
     def _take_early(self) -> None:
         """Take the turn of the next step, if it is due, once the last version is everywhere: no rank waits for it."""

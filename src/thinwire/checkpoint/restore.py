@@ -41,7 +41,6 @@ from thinwire.errors import ThinwireError
 logger = logging.getLogger("thinwire")
 
 _TRIES = 3  # of versions in memory, each with those left after the failure before
-_MEMORY, _DISK = 1, 0
 _UNFINISHED = 2  # checkpoints that a crash may cost at any time: a shard has two slots
 _NEWEST = 3  # steps whose layouts are asked for the holders of their hosts
 _RELEASE_SECONDS = 3.0
@@ -65,20 +64,20 @@ class Restored:
 
 @dataclass(frozen=True)
 class _Candidate:
-    """``order``: newest last; a version in memory goes before the same step on the disk. ``certified``: whether ranks
-    have alike what they should; None if nothing of it should be."""
+    """``certified``: whether ranks have alike what they should; None if nothing of it should be."""
 
-    order: tuple[tuple[int, int], int]
     attempt: int
     step: int
     where: str
     load: Callable[[], None]
     certified: bool | None
+    on_disk: bool = False
     is_foreign: bool = False
 
     @property
-    def on_disk(self) -> bool:
-        return self.order[1] == _DISK
+    def order(self) -> tuple[tuple[int, int], bool]:
+        """Sort key, newest last: a version in memory goes before the same step on the disk."""
+        return start_order(self.attempt, self.step), not self.on_disk
 
 
 class Restorer:
@@ -95,7 +94,7 @@ class Restorer:
         self._training, self._registration, self._tier, self._group = training, registration, tier, registration.group
         self._run_id, self._notices, self._every = registration.run_id, notices, every
         self._rank, self._world_size = registration.rank, dist.get_world_size(self._group)
-        self._attempt: int | None = None
+        self._attempt = -1
         self._compares = training.keeps_ranks_alike
         # digest of what ranks should have alike, newest certified step before, and their group
         self._loaded: tuple[str, int, int] = ("", -1, 0)
@@ -241,11 +240,10 @@ class Restorer:
         Raises ValueError if there are only versions that cannot be restored, or none of ``step``; ThinwireError if none
         of them can be loaded.
         """
-        self._attempt, failure, spoiled, tries = None, "", set(), 0
+        self._attempt, failure, spoiled, tries = -1, "", set(), 0
         while tries < _TRIES:
             surveyed, candidates, reasons, on_disk = self._look(step, verify=tries > 0)
-            if self._attempt is None:
-                self._attempt = surveyed.attempt
+            self._attempt = surveyed.attempt if self._attempt < 0 else self._attempt
             left = [each for each in candidates if each.where not in spoiled and step in (None, each.step)]
             if not left:
                 if step is not None and not failure:
@@ -267,7 +265,7 @@ class Restorer:
             spoiled |= {newest.where} if newest.on_disk else set()
         if failure:  # not a fresh start any more: some of it may be loaded
             raise ThinwireError(f"a checkpoint of run {self._run_id!r} was not restored: {failure}")
-        return self._fresh(self._attempt or 0)
+        return self._fresh(self._attempt)
 
     def _preferred(self, candidates: list[_Candidate]) -> _Candidate:
         newest_first = sorted(candidates, key=lambda candidate: candidate.order, reverse=True)
@@ -354,9 +352,8 @@ class Restorer:
         for each in sorted({version.step for version in self._seen(surveyed)}):
             choice = choose(surveyed.inventories, holders, self._run_id, topology, placed, each, compares)
             if choice.step is not None:
-                where = start_order(choice.attempt, choice.step), _MEMORY
-                load, certified = partial(self._load_choice, choice), choice.certified
-                candidates.append(_Candidate(where, choice.attempt, choice.step, "from memory", load, certified))
+                load = partial(self._load_choice, choice)
+                candidates.append(_Candidate(choice.attempt, choice.step, "from memory", load, choice.certified))
         alike = [each.order[0] for each in candidates if not (compares and each.certified is False)]
         newest = max(alike, default=(-1, -1))
         others: set[str] = set()  # topologies of other models, which are said once
@@ -365,9 +362,9 @@ class Restorer:
                 layouts = gather_layouts(version, self._registration)
                 if is_whole(layouts, self._registration.about):
                     where, load = f"of {len(layouts)} ranks, from memory", partial(self._load_foreign, version, layouts)
-                    order, certified = (version.order, _MEMORY), version.certified
-                    candidates.append(_Candidate(order, version.attempt, version.step, where, load, certified, True))
-                    if step is None and not (compares and certified is False):
+                    named = version.attempt, version.step, where, load, version.certified
+                    candidates.append(_Candidate(*named, is_foreign=True))
+                    if step is None and not (compares and version.certified is False):
                         break
                 elif version.topology not in others:
                     reasons.append(self._why_not(version, layouts))
@@ -378,12 +375,11 @@ class Restorer:
         return candidates + disk, reasons, unread
 
     def _load_choice(self, choice: Choice) -> None:
-        registration, attempt = self._registration, self._attempt
-        assert attempt is not None
+        registration = self._registration
         self._want(choice)
         common = [(version.group, version.common_bytes) for version in choice.versions]
         own = choice.versions[self._rank]
-        registration.register(own.payload_bytes + aligned(own.common_bytes), attempt, common)
+        registration.register(own.payload_bytes + aligned(own.common_bytes), self._attempt, common)
         assert registration.client is not None
         layout = load_shard(registration.client, choice, self._rank, registration.here, self._training)
         self._note(own.shared, layout, own.group)
@@ -405,7 +401,6 @@ class Restorer:
         copies = [each.digest for copy in version.copies.values() for each in copy.values()] + list(version.common)
         registration.wanted = dict.fromkeys(registration.holders, copies)
         registration.chosen, registration.left = (version.attempt, version.step), version.topology
-        assert self._attempt is not None
         registration.assign(self._attempt)
         shards = ForeignShards(version, {move.owner for move in moves}, registration)
         with contextlib.closing(shards):
@@ -421,10 +416,9 @@ class Restorer:
         for about in readable:
             assert self._tier is not None
             if about["state"] == self._registration.about["state"]:
-                order = (start_order(about["attempt"], about["step"]), _DISK)
                 where = f"in {self._tier.directory}, step {about['step']}"
                 load, certified = partial(self._read, about), self._is_certified(about)
-                candidates.append(_Candidate(order, about["attempt"], about["step"], where, load, certified))
+                candidates.append(_Candidate(about["attempt"], about["step"], where, load, certified, on_disk=True))
             else:
                 difference = ""
                 with contextlib.suppress(Exception, CheckpointException):

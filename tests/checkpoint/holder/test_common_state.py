@@ -328,7 +328,7 @@ def test_a_source_that_stalls_in_a_stripe_gives_it_to_the_others(
     goes_on, send = threading.Event(), sessions.send_payload
     served: list[int] = []
 
-    def send_some(connection: Connection, slot: Slot, *others: object, chunks: tuple[int, int]) -> bool:
+    def send_some(connection: Connection, slot: Slot, *others: object, chunks: tuple[int, int]) -> object:
         served.append(chunks[0])
         if len(served) == 1:
             connection.send(FrameKind.DATA, {}, slot.payload(1000))

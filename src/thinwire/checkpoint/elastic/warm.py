@@ -195,12 +195,10 @@ def _stand_for(pid: int, connection: socket.socket) -> NoReturn:
 
 
 def _run(argv: list[str]) -> None:
-    arguments = _place(argv)
+    sys.argv = _place(argv)
     if argv[0] == "-m":
-        sys.argv = arguments
         runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
     else:
-        sys.argv = arguments
         runpy.run_path(argv[0], run_name="__main__")
 
 

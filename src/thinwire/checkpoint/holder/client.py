@@ -79,7 +79,7 @@ class SlotWriter:
         self._client.request("abandon", {"slot": self._number})
 
 
-class SlotReader:
+class SlotReader(contextlib.AbstractContextManager["SlotReader"]):
     """A mapped version that is not overwritten until ``close``. Writing to ``payload`` changes a private copy only.
 
     What its owner has in common with other ranks is in ``common``, if it is kept there.
@@ -96,9 +96,6 @@ class SlotReader:
     @property
     def common(self) -> memoryview | None:
         return self._beside.payload if self._beside is not None else None
-
-    def __enter__(self) -> SlotReader:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -120,7 +117,7 @@ class SlotReader:
             on_close()
 
 
-class HolderClient:
+class HolderClient(contextlib.AbstractContextManager["HolderClient"]):
     """A connection to the holder of this host; thread-safe. Every call raises LostPeerError once the holder is gone.
 
     Example:
@@ -169,9 +166,6 @@ class HolderClient:
             raise
         return cls(connection)
 
-    def __enter__(self) -> HolderClient:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
@@ -188,9 +182,7 @@ class HolderClient:
         """Send one request to the holder and return the JSON of its answer; its errors are raised here."""
         with self._lock:
             frame = self._connection.request(op, content or {}, payload, seconds)
-            if frame.payload_bytes or frame.descriptors:
-                _close_all(frame)
-                raise CorruptMessageError(f"the holder's answer to {op!r} has more than was asked for")
+            _check(frame, 0, f"the holder's answer to {op!r} has more than was asked for")
             return frame.json
 
     def hello(
@@ -241,9 +233,7 @@ class HolderClient:
             given = [field(answer, name, dict) for name in ("slot", "common") if name in answer]
             numbers = [field(each, "number", int) for each in given]
             new = [each for each in given if each["number"] not in self._slots]
-            if len(frame.descriptors) != len(new) or frame.payload_bytes:
-                _close_all(frame)
-                raise CorruptMessageError("the holder did not hand over the slot")
+            _check(frame, len(new), "the holder did not hand over the slot")
             for freed in set(self._slots) - {number for each in given for number in field(each, "numbers", list)}:
                 self._slots.pop(freed).close()
             for each, descriptor in zip(new, frame.descriptors, strict=True):
@@ -413,9 +403,7 @@ class HolderClient:
         """
         with self._lock:
             frame = self._connection.request("open", {"version": version.to_json()})
-            if len(frame.descriptors) != 1 or frame.payload_bytes:
-                _close_all(frame)
-                raise CorruptMessageError("the holder did not hand over the slot")
+            _check(frame, 1, "the holder did not hand over the slot")
             slot = Slot(frame.descriptors[0], SlotSize.from_json(frame.json), writable=False)
         handle = field(frame.json, "handle", int)
 
@@ -465,6 +453,9 @@ def run_asked_for(run_id: str | None, shard: ShardId | None) -> str:
     return shard.run_id
 
 
-def _close_all(frame: Frame) -> None:
-    for descriptor in frame.descriptors:
-        os.close(descriptor)
+def _check(frame: Frame, num_descriptors: int, otherwise: str) -> None:
+    """Raise CorruptMessageError unless an answer has that many descriptors, and no payload; then none stays open."""
+    if len(frame.descriptors) != num_descriptors or frame.payload_bytes:
+        for descriptor in frame.descriptors:
+            os.close(descriptor)
+        raise CorruptMessageError(otherwise)

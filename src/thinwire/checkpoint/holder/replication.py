@@ -8,14 +8,14 @@ import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 from thinwire.checkpoint.holder.faultpoint import reach
 from thinwire.checkpoint.holder.frames import HANDSHAKE_SECONDS, Connection, FrameKind
 from thinwire.checkpoint.holder.slots import Slot, digest_pool, runs_of
-from thinwire.checkpoint.holder.store import Holding, Shard, Store
+from thinwire.checkpoint.holder.store import Changes, Holding, Shard, Store
 from thinwire.checkpoint.holder.version import Manifest, Version, field
 from thinwire.errors import CorruptMessageError, LostPeerError, ThinwireError
 
@@ -30,7 +30,7 @@ _IDLE_SECONDS = 1.0  # between looks at whether an idle peer is still there
 class Grants:
     """Bytes that a shard's senders may send, over all its peers. Without a trainer there is no limit."""
 
-    def __init__(self, changed: threading.Condition) -> None:
+    def __init__(self, changed: Changes) -> None:
         self._changed = changed
         self._bytes = 0
         self._unlimited = True
@@ -57,9 +57,8 @@ class Grants:
             return taken
 
     def _set(self, num_bytes: int, unlimited: bool) -> None:
-        with self._changed:
+        with self._changed.change():
             self._bytes, self._unlimited = num_bytes, unlimited
-            self._changed.notify_all()
 
 
 def parse_address(address: str) -> tuple[str, int]:
@@ -272,12 +271,11 @@ class Replicator:
         except BaseException:
             connection.close()
             raise
-        with self._store.changed:
+        with self._store.changed.change():
             if self._stopping.is_set():
                 connection.close()
                 raise LostPeerError("it is stopped")
             self._held, self._connection = held, connection
-            self._store.changed.notify_all()
 
     def _disconnect(self) -> None:
         if self._connection is not None:
@@ -343,12 +341,11 @@ class Replicator:
             backoff = min(2 * backoff, _BACKOFF_SECONDS[1])
 
     def _note(self, held: str | None = None, given_up: str | None = None) -> None:
-        with self._store.changed:
+        with self._store.changed.change():
             self._sending = None
             here = {manifest.version.digest for _, manifest in self._shard.complete()}
             self._held = (self._held | {held} if held else self._held) & here
             self._given_up = (self._given_up | {given_up} if given_up else self._given_up) & here
-            self._store.changed.notify_all()
 
     def _send(self, holding: Holding, manifest: Manifest, whole: bool) -> bool:
         """Send one version, ``whole`` or what the peer has not in the one before; whether the peer has it now.
@@ -368,20 +365,20 @@ class Replicator:
         if answer.json.get("have") is True or answer.json.get("superseded") is True:
             return answer.json.get("have") is True
 
-        def sent(count: int) -> None:
-            self.bytes_sent += count
-            self._sending = (digest, (self._sending or (digest, 0))[1] + count)
-            with self._store.changed:
-                self._store.bytes_sent += count
-            reach("send", manifest.shard.owner, manifest.step)
-
-        def skipped(count: int) -> None:
-            self.bytes_unchanged += count
-            self._sending = (digest, (self._sending or (digest, 0))[1] + count)
-
         take = lambda wanted: self._grants.take(wanted, given_up)  # noqa: E731
         runs = [] if whole else self._runs(holding, manifest, answer.json.get("base"))
-        if not send_payload(connection, holding.slot, manifest, take, sent, runs, skipped):
+        done = 0
+        for count, is_new in send_payload(connection, holding.slot, manifest, take, runs):
+            done += count
+            self._sending = digest, done
+            if is_new:
+                self.bytes_sent += count
+                with self._store.changed:
+                    self._store.bytes_sent += count
+                reach("send", manifest.shard.owner, manifest.step)
+            else:
+                self.bytes_unchanged += count
+        if done < manifest.payload_bytes:
             self._disconnect()  # in the middle of a version, so the peer must notice
             return False
         connection.answer()
@@ -403,32 +400,27 @@ def send_payload(
     connection: Connection,
     slot: Slot,
     manifest: Manifest,
-    take: Callable[[int], int] | None = None,
-    sent: Callable[[int], None] | None = None,
+    take: Callable[[int], int] = lambda wanted: wanted,
     runs: Sequence[tuple[int, int]] = (),
-    skipped: Callable[[int], None] = lambda count: None,
     chunks: tuple[int, int] | None = None,
-) -> bool:
-    """Send a version's payload, or some ``chunks`` of it, and return whether all of it was sent: at the full speed of
-    the link, for recovery, or as many bytes at a time as ``take`` returns, until that is 0. Of ``runs`` (`runs_of`)
-    that the other side has, it says where they are; ``sent`` and ``skipped`` are called with each piece's bytes."""
+) -> Iterator[tuple[int, bool]]:
+    """Send a version's payload, or some ``chunks`` of it, and yield the bytes of each piece, and whether they went.
+
+    It goes at the full speed of the link, for recovery, or as many bytes at a time as ``take`` returns, until that is
+    0. Of ``runs`` (`runs_of`) that the other side has, it says where they are.
+    """
     done, whole = manifest.bounds(*(chunks or (0, len(manifest.chunk_crcs))))
     with slot.payload(manifest.payload_bytes) as payload:
         for length, origin in runs or [(whole - done, -1)]:
             end = done + length
             if origin >= 0:
                 connection.send(FrameKind.DATA, {"from": origin, "bytes": length})
-                skipped(length)
+                yield length, False
                 done = end
             while done < end:
-                count = min(PIECE_BYTES, end - done)
-                if take is not None and (count := take(count)) == 0:
-                    return False
+                if (count := take(min(PIECE_BYTES, end - done))) == 0:
+                    return
                 with payload[done : done + count] as piece:
                     connection.send(FrameKind.DATA, {}, piece)
                 done += count
-                if sent is not None:
-                    sent(count)
-                else:
-                    reach("serve", manifest.shard.owner, manifest.step)
-    return True
+                yield count, True

@@ -22,8 +22,8 @@ from thinwire.checkpoint.holder.metrics import HttpRequest
 from thinwire.checkpoint.holder.replication import call, parse_address, receive_payload, tune
 from thinwire.checkpoint.holder.sessions import PeerSession, TrainerSession
 from thinwire.checkpoint.holder.slots import SlotSize
-from thinwire.checkpoint.holder.start import HolderConfig, RunMarker
-from thinwire.checkpoint.holder.store import Holding, Scrubber, Shard, Store
+from thinwire.checkpoint.holder.start import HolderConfig
+from thinwire.checkpoint.holder.store import Changes, Holding, Scrubber, Shard, Store
 from thinwire.checkpoint.holder.version import MAX_LAYOUT_BYTES, Manifest, Version
 from thinwire.checkpoint.holder.version import field as get
 from thinwire.errors import CorruptMessageError, ThinwireError
@@ -43,7 +43,7 @@ class AlreadyRunning(ThinwireError):
     """Raised when another holder has that socket."""
 
 
-class Holder:
+class Holder(contextlib.AbstractContextManager["Holder"]):
     """A server of checkpoint memory that runs until ``stop``; every trusted connection has a thread of its own.
 
     Example: with Holder(config) as holder: print(holder.address)
@@ -78,9 +78,6 @@ class Holder:
             os.close(self._claim)
             raise
         self.scrubber = Scrubber(self.store, self._mend)
-
-    def __enter__(self) -> Holder:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.stop()
@@ -247,7 +244,7 @@ class Holder:
             sources = [address for address, replica in shard.replicas.items() if replica.has(version.digest)]
             wanted, sender = shard.is_wanted(manifest), shard.sender
             if shard.id.owner < 0:  # the peers have it too, of whatever shard
-                run = [each for each in self.store.shards.values() if each.id.run_id == shard.id.run_id]
+                run = self.store.of_run(shard.id.run_id)
                 sources = sorted({address for each in run for address in each.replicas})
         if sender is not None:
             sender.close()
@@ -319,10 +316,6 @@ class Holder:
             "shards": shards,
         }
 
-    def forget(self, run_id: str) -> None:
-        """Remove what this host remembers of a run."""
-        RunMarker(self.config.socket_path, run_id).remove()
-
     def drain(self) -> None:
         """Send pending versions, and wait until peers say that they have them, for at most ``drain_seconds``."""
         with self.store.changed:
@@ -361,7 +354,7 @@ class _Fetch:
     take, one that is much slower than another that waits counts as lost."""
 
     def __init__(self, holder: Holder, version: Version, sources: Sequence[str]) -> None:
-        self._holder, self._version, self._changed = holder, version, threading.Condition()
+        self._holder, self._version, self._changed = holder, version, Changes()
         self._offers, self._failures = list[tuple[Manifest, SlotSize, bytes]](), list[Exception]()
         self._slot: tuple[Holding, Manifest] | None = None
         self._stripes, self._missing, self._ended, self._sources = deque[tuple[int, int]](), 0, False, len(sources)
@@ -391,25 +384,22 @@ class _Fetch:
 
     def end(self) -> None:
         """Let the sources go; one that is still being called is closed as it answers."""
-        with self._changed:
+        with self._changed.change():
             self._ended = True
-            self._changed.notify_all()
 
     def _run(self, source: str) -> None:
         try:
             with contextlib.closing(self._holder.call(source)) as connection:
                 offer = self._holder.offered(connection, self._version, source)
-                with self._changed:
+                with self._changed.change():
                     self._offers.append(offer)
-                    self._changed.notify_all()
                 seconds = None
                 while (stripe := self._next(seconds)) is not None:
                     seconds = self._pull(connection, *stripe)
         except Exception as error:
             self._failures.append(error)
-        with self._changed:
+        with self._changed.change():
             self._sources -= 1
-            self._changed.notify_all()
 
     def _next(self, seconds: float | None) -> tuple[int, int] | None:
         """Wait for a stripe to take: those of others may come back, and those that take much longer than the
@@ -436,11 +426,10 @@ class _Fetch:
             done = True
             return (time.monotonic() - began) * _STRIPE * manifest.chunk_bytes / (end - start)
         finally:
-            with self._changed:
+            with self._changed.change():
                 del self._pulling[connection]
                 self._missing -= done
                 self._stripes.extend([] if done else [(first, last)])
-                self._changed.notify_all()
 
 
 def _traffic(name: str, total: tuple[int, float]) -> dict[str, Any]:
@@ -515,18 +504,10 @@ def _listen_unix(path: Path) -> socket.socket:
 
 def _listen_tcp(bind: str, port: int) -> tuple[socket.socket, str]:
     try:
-        family, kind, protocol, _, where = socket.getaddrinfo(
-            bind, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
+        family, _, _, _, where = socket.getaddrinfo(bind, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        dual = family == socket.AF_INET6  # to all addresses of IPv6 means to those of IPv4, too
+        listener = socket.create_server(where, family=family, backlog=_BACKLOG, dualstack_ipv6=dual)
     except OSError as error:
-        raise ValueError(f"cannot bind to {bind}: {error}") from error
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(where)
-        listener.listen(_BACKLOG)
-    except OSError as error:
-        listener.close()
         raise ValueError(f"cannot bind to {bind}, port {port}: {error}; give an address of this host") from error
     host, port = listener.getsockname()[:2]
     return listener, f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

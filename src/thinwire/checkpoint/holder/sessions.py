@@ -12,10 +12,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, ClassVar
 
+from thinwire.checkpoint.holder.faultpoint import reach
 from thinwire.checkpoint.holder.frames import Connection, Frame, FrameKind
 from thinwire.checkpoint.holder.replication import Grants, Replicator, parse_address, receive_payload, send_payload
 from thinwire.checkpoint.holder.slots import SlotSize
-from thinwire.checkpoint.holder.start import birth_of
+from thinwire.checkpoint.holder.start import RunMarker, birth_of
 from thinwire.checkpoint.holder.store import Assignment, BudgetError, Gathering, Holding, Shard
 from thinwire.checkpoint.holder.version import (
     CHUNK_BYTES,
@@ -120,7 +121,7 @@ class TrainerSession(Session):
             self.store.unpin(holding)
         self._abandon()
         self.grants.unlimit()
-        with self.store.changed:
+        with self.store.changed.change():
             self.holder.joined.discard(self)
             for shard in (self.shard, self.common):
                 if shard is not None:
@@ -128,7 +129,6 @@ class TrainerSession(Session):
                     shard.writers.pop(self, None)
             if self.shard is not None and self.shard.trainer is self:
                 self.shard.trainer = None
-            self.store.changed.notify_all()
 
     def _leave(self) -> None:
         """Give up the version that ranks of this host write together, unless this one has written its part."""
@@ -493,7 +493,7 @@ class TrainerSession(Session):
         run_id = get(request, "run_id", str, 1, 256)
         shards = self.store.forget(run_id, topology)
         if topology is None:
-            self.holder.forget(run_id)
+            RunMarker(self.holder.config.socket_path, run_id).remove()  # what this host remembers of it
         return {"shards": shards}
 
     def holder_status(self, request: dict[str, Any], _: bytes) -> dict[str, Any]:
@@ -554,9 +554,8 @@ class PeerSession(Session):
             self.holder.note("received", manifest.payload_bytes, time.monotonic() - started)
             return {}
         finally:
-            with self.store.changed:
+            with self.store.changed.change():
                 shard.receiver = None
-                self.store.changed.notify_all()
 
     def _take_over(self, shard: Shard) -> None:
         """End the sender's last call: a sender that calls again has given it up, even if it looks alive here."""
@@ -580,7 +579,8 @@ class PeerSession(Session):
             manifest = holding.slot.read()[0]
             started = time.monotonic()
             self.connection.send(FrameKind.REPLY, {})
-            send_payload(self.connection, holding.slot, manifest, chunks=(first, last))
+            for _piece in send_payload(self.connection, holding.slot, manifest, chunks=(first, last)):
+                reach("serve", manifest.shard.owner, manifest.step)
         start, end = manifest.bounds(first, last)
         self.holder.note("served", end - start, time.monotonic() - started)
 

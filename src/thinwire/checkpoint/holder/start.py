@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from socket import getaddrinfo
@@ -208,7 +208,7 @@ def start_holder(options: HolderOptions | None = None, timeout_seconds: float = 
 
     Example: start_holder(HolderOptions(bind="10.0.0.1", secret_file="job.secret"))["address"]
     """
-    given = command(HolderOptions(**{**asdict(options or HolderOptions()), "detach": True}))
+    given = command(replace(options or HolderOptions(), detach=True))
     try:
         ended = subprocess.run(given, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_seconds)
     except subprocess.TimeoutExpired:

@@ -14,6 +14,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -72,6 +73,17 @@ def _left(limit: Path, usage: Path) -> list[int]:
         return [int(limit.read_text()) - int(usage.read_text())]
     except (OSError, ValueError):  # not mounted here, or "max"
         return []
+
+
+class Changes(threading.Condition):
+    """A lock for what others wait to see changed."""
+
+    @contextlib.contextmanager
+    def change(self) -> Iterator[None]:
+        """Hold it for a change; those who wait look again afterwards."""
+        with self:
+            yield
+            self.notify_all()
 
 
 SLOTS_PER_SHARD = 2
@@ -261,7 +273,7 @@ class Store:
         self.shards: dict[ShardId, Shard] = {}
         self.bytes_sent = 0  # to all peers
         self.plans: dict[str, Assignment] = {}
-        self.changed = threading.Condition()
+        self.changed = Changes()
         self._registering = threading.Lock()
         self._fetching: set[str] = set()
         self._slot_number = 0
@@ -271,11 +283,15 @@ class Store:
         with self.changed:
             return sum(shard.total_bytes for shard in self.shards.values())
 
+    def of_run(self, run_id: str) -> list[Shard]:
+        """Return the shards of a run; call it with the lock held."""
+        return [shard for shard in self.shards.values() if shard.id.run_id == run_id]
+
     def assign(self, run_id: str, plan: Assignment) -> None:
         """Adopt what the ranks of a run agreed on, and stop sending what trainers before them left here."""
         with self.changed:
             self.plans[run_id] = plan
-            left = [shard for shard in self.shards.values() if shard.id.run_id == run_id and shard.trainer is None]
+            left = [shard for shard in self.of_run(run_id) if shard.trainer is None]
             senders = [sender for shard in left for sender in shard.replicas.values()]
             for shard in left:
                 shard.replicas = {}
@@ -290,12 +306,8 @@ class Store:
         with self._registering:
             with self.changed:
                 plan = self.plans[run_id] = replace(self._plan(run_id), wanted=frozenset())
-                stale = [
-                    shard
-                    for shard in self.shards.values()
-                    if shard.id.run_id == run_id and shard.id.topology in topologies
-                    if shard.id not in plan.placed and shard.trainer is None
-                ]
+                left = [shard for shard in self.of_run(run_id) if shard.id.topology in topologies]
+                stale = [shard for shard in left if shard.id not in plan.placed and shard.trainer is None]
             for shard in stale:
                 self.remove(shard)
             self._fill_up(run_id)
@@ -357,7 +369,7 @@ class Store:
 
     def _make_room(self, shard_id: ShardId, needed: int, evict: bool) -> None:
         """Evict what nobody goes back to, until so many bytes are available. Raises BudgetError."""
-        with self.changed:
+        with self.changed.change():
             while needed > 0 and self.used_bytes + needed > self.budget_bytes:
                 result = self._evictable(shard_id.run_id) if evict else []
                 if not result:
@@ -367,7 +379,6 @@ class Store:
                 holding.slot.close()
                 if not shard.holdings:
                     del self.shards[shard.id]
-            self.changed.notify_all()
 
     def _evictable(self, run_id: str) -> list[tuple[Shard, Holding]]:
         """Slots of the run that may be freed, the first one first: no version that is wanted, or in use.
@@ -375,9 +386,9 @@ class Store:
         Of a shard that is placed here only the second slot, while the copies move. Without a plan there is none.
         """
         plan, result = self._plan(run_id), []
-        for shard in self.shards.values():
+        for shard in self.of_run(run_id) if run_id in self.plans else ():
             placed = shard.id in plan.placed
-            if shard.id.run_id != run_id or run_id not in self.plans or (shard.trainer is not None and not placed):
+            if shard.trainer is not None and not placed:
                 continue
             free = [h for h in shard.holdings if not (h.busy or h.mapped or h.digest in plan.wanted)]
             if placed:
@@ -456,11 +467,10 @@ class Store:
     def seal(self, holding: Holding, manifest: Manifest, layout: bytes, pieces: tuple[int, ...] = ()) -> None:
         """Make the content of the slot a version."""
         holding.slot.publish(manifest, layout)
-        with self.changed:
+        with self.changed.change():
             holding.manifest, holding.layout, holding.writing = manifest, layout, False
             holding.pieces = pieces
             holding.sealed_at = holding.read_at = time.monotonic()
-            self.changed.notify_all()
 
     def gather(self, shard: Shard, order: tuple[int, int], members: int) -> Gathering | None:
         """Return the version of that order that the ranks of this host write together, begun by the first of them.
@@ -523,26 +533,19 @@ class Store:
         try:
             yield brought
         finally:
-            with self.changed:
+            with self.changed.change():
                 self._fetching.discard(digest)
-                self.changed.notify_all()
 
     def abandon(self, holding: Holding) -> None:
         """Drop an unfinished version."""
-        with self.changed:
+        with self.changed.change():
             if holding.writing:
                 holding.slot.clear()
                 holding.writing = False
-            self.changed.notify_all()
 
-    @contextlib.contextmanager
-    def reading(self, version: Version) -> Iterator[Holding]:
+    def reading(self, version: Version) -> AbstractContextManager[Holding]:
         """Keep the slot with exactly this version from being overwritten. Raises ThinwireError if it is not here."""
-        holding = self.pin(version)
-        try:
-            yield holding
-        finally:
-            self.unpin(holding)
+        return self._pinned(self.pin(version))
 
     def pin(self, version: Version) -> Holding:
         with self.changed:
@@ -553,30 +556,31 @@ class Store:
                 return holding
         raise ThinwireError(f"{version.shard}, step {version.step}: no such complete version here")
 
-    @contextlib.contextmanager
-    def base(self, shard: Shard, digest: str | None = None) -> Iterator[Holding | None]:
+    def base(self, shard: Shard, digest: str | None = None) -> AbstractContextManager[Holding | None]:
         """Keep the version of that digest, or the newest one, from being overwritten; None if there is none."""
         with self.changed:
             result = [holding for holding, _ in shard.complete() if digest in (None, holding.digest)]
             holding = result[-1] if result else None
             if holding is not None:
                 holding.readers += 1
+        return contextlib.nullcontext() if holding is None else self._pinned(holding)
+
+    @contextlib.contextmanager
+    def _pinned(self, holding: Holding) -> Iterator[Holding]:
         try:
             yield holding
         finally:
-            if holding is not None:
-                self.unpin(holding)
+            self.unpin(holding)
 
     def unpin(self, holding: Holding) -> None:
-        with self.changed:
+        with self.changed.change():
             holding.readers -= 1
-            self.changed.notify_all()
 
     def verified(self, run_id: str, verify: bool) -> list[Version]:
         """Return the complete versions of a run; with ``verify``, only those whose slots match their digests."""
         with self.changed:
-            shards = [shard for shard in self.shards.values() if shard.id.run_id == run_id]
-            listed = [manifest.listed(shard.role) for shard in shards for _, manifest in shard.complete()]
+            held = [(shard.role, manifest) for shard in self.of_run(run_id) for _, manifest in shard.complete()]
+            listed = [manifest.listed(role) for role, manifest in held]
         return [version for version in listed if not verify or self.verify(version)]
 
     def verify(self, version: Version) -> bool:
@@ -594,23 +598,18 @@ class Store:
         return False
 
     def discard(self, version: Version, reason: str) -> None:
-        with self.changed:
+        with self.changed.change():
             shard = self.shards.get(version.shard)
             holding = shard.find(version.digest) if shard is not None else None
             if shard is not None and holding is not None:
                 holding.manifest, shard.last_error = None, reason
                 holding.slot.clear()
-            self.changed.notify_all()
 
     def forget(self, run_id: str, topology: str | None = None) -> int:
         """Free the shards of a run, or one topology of it; return their number. Raises ValueError if one is in use."""
         with self._registering:
             with self.changed:
-                shards = [
-                    shard
-                    for shard in self.shards.values()
-                    if shard.id.run_id == run_id and topology in (None, shard.id.topology)
-                ]
+                shards = [shard for shard in self.of_run(run_id) if topology in (None, shard.id.topology)]
                 used = [shard for shard in shards if shard.trainer is not None]
             if used:
                 raise ValueError(f"{used[0].id} is in use by a trainer")
@@ -622,9 +621,8 @@ class Store:
 
     def remove(self, shard: Shard) -> None:
         """Free the memory of a shard, stopping all senders and receivers of it."""
-        with self.changed:
+        with self.changed.change():
             self.shards.pop(shard.id, None)
-            self.changed.notify_all()
         if shard.receiver is not None:
             shard.receiver.close()
         for replica in shard.replicas.values():

@@ -15,10 +15,11 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median, pstdev
 
+from thinwire.checkpoint.holder.store import Changes
 from thinwire.checkpoint.pacing.counters import BusySampler, busy_periods
 from thinwire.errors import ThinwireError
 
@@ -93,12 +94,13 @@ _FEW = 5
 class Grant:
     """Permission to send bytes from this moment on, counted from the end of an optimizer step.
 
-    ``iteration``: number of steps after the step of its version.
+    ``iteration``: number of steps after the step of its version. ``ends``: when its gap does; 0 if it is in none.
     """
 
     seconds: float
     num_bytes: int
     iteration: int = 0
+    ends: float = field(default=0.0, repr=False, compare=False)
 
 
 def idle_timespans(
@@ -155,9 +157,9 @@ def gap_grants(
         if not num_bytes:
             break
         iteration, number = divmod(index, len(rooms))
-        length = min(rooms[number], num_bytes)
+        (start, seconds), length = result.timespans[number], min(rooms[number], num_bytes)
         if length:
-            grants.append(Grant(result.timespans[number][0], length, iteration))
+            grants.append(Grant(start, length, iteration, start + seconds))
         num_bytes -= length
     return grants
 
@@ -181,7 +183,7 @@ class Pacer:
         self._grant, self._every, self._watched = grant, every, watched
         self._revoke, self._sampler = revoke, sampler
         self._link = 0.0, 0.0  # of the last offer: bytes/s, seconds of latency
-        self._changed = threading.Condition()
+        self._changed = Changes()
         self._grants: list[Grant] = []
         self._planned_grants: list[Grant] = []
         self._iteration, self._origin = 0, 0.0  # its number, and its start
@@ -297,13 +299,12 @@ class Pacer:
                 " one is made every %s: what does not fit is spread over them, and versions in between are skipped",
                 num_bytes / 1e6, needed, self._every,
             )  # fmt: skip
-        with self._changed:
+        with self._changed.change():
             if num_bytes:
                 self.iterations_needed = needed
             self._offered = self._iteration
-            self._grants, self._planned_grants = self._with_ends(grants), grants or self._planned_grants
+            self._grants, self._planned_grants = [*grants], grants or self._planned_grants
             self._sent_at = self._end_of(grants, bytes_per_second)
-            self._changed.notify_all()
 
     def _end_of(self, grants: list[Grant], bytes_per_second: float | None) -> float:
         if not grants or grants[-1].iteration > 0:
@@ -315,16 +316,6 @@ class Pacer:
     def seconds_left(self) -> float:
         """Seconds until the offered bytes should have been sent; infinite if that is in a later iteration."""
         return max(0.0, self._sent_at - time.perf_counter())
-
-    def _with_ends(self, grants: list[Grant]) -> list[Grant]:
-        """The grants, each followed by the end of its gap, a grant of 0 bytes; evenly paced ones have no gaps."""
-        if self.profile is None or self._revoke is None or not self._link[0]:
-            return list(grants)
-        ends = {start: start + length for start, length in self.profile.timespans}
-        return [
-            each for grant in grants
-            for each in (grant, *(Grant(ends[at], 0, grant.iteration) for at in [grant.seconds] if at in ends))
-        ]  # fmt: skip
 
     def _end_gap(self, ended: Grant) -> None:
         """Withdraw what the gap did not send, and grant what is left in the gaps after it."""
@@ -338,7 +329,7 @@ class Pacer:
             grants: list[Grant] = []
             with contextlib.suppress(ValueError):
                 grants = gap_grants(result, left, speed, latency, position)
-            self._grants, self._sent_at = self._with_ends(grants), self._end_of(grants, speed)
+            self._grants, self._sent_at = grants, self._end_of(grants, speed)
 
     def _plan(self, num_bytes: int, bytes_per_second: float | None) -> tuple[list[Grant], int]:
         """Grants, and the number of iterations that they span."""
@@ -364,7 +355,10 @@ class Pacer:
                 if due is None or due > 0:
                     self._changed.wait(due)
                     continue
-                now = self._grants[0] if not self._grants[0].num_bytes else self._grants.pop(0)
+                now = self._grants[0]
+                if now.num_bytes:  # and behind it the end of its gap, a grant of 0 bytes, which `_end_gap` replaces
+                    ends_gap = now.ends and self._revoke is not None
+                    self._grants[:1] = [Grant(now.ends, 0, now.iteration)] if ends_gap else []
             try:
                 if now.num_bytes:
                     self._grant(now.num_bytes)
@@ -382,9 +376,8 @@ class Pacer:
         return self._origin + grant.seconds - time.perf_counter() if ahead == 0 else 0.0
 
     def close(self) -> None:
-        with self._changed:
+        with self._changed.change():
             self._closed = True
-            self._changed.notify_all()
         self._thread.join()
         if self._sampler is not None:
             self._sampler.close()

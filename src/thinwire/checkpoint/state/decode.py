@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from thinwire.checkpoint.state.encode import kind_of
 from thinwire.checkpoint.state.layout import COLLECTIONS, DTYPES, TAGS, StateLayout, TensorSlice
-from thinwire.checkpoint.state.sharding import Meshes, Targets
+from thinwire.checkpoint.state.sharding import Targets, empty_of
 from thinwire.errors import CorruptMessageError
 
 _TensorFor = Callable[[int, Any], Any]
@@ -35,7 +36,7 @@ def prepare(state: Any, layout: StateLayout) -> tuple[Any, Targets]:
     Raises ValueError for parts of a DTensor that it cannot make.
     """
     targets: Targets = []
-    meshes = Meshes(_tensors(state))
+    meshes = {tensor.device_mesh for tensor in _tensors(state) if isinstance(tensor, DTensor)}
 
     def tensor_for(number: int, existing: Any) -> Tensor:
         where = layout.slices[number]
@@ -66,9 +67,9 @@ def _fits(existing: Any, where: TensorSlice) -> bool:
     return tuple(existing.shape) == shape and existing.dtype == DTYPES[where.dtype] and is_writable(existing)
 
 
-def _new(where: TensorSlice, meshes: Meshes) -> Tensor:
+def _new(where: TensorSlice, meshes: set[DeviceMesh]) -> Tensor:
     dtype = DTYPES[where.dtype]
-    return torch.empty(where.shape, dtype=dtype) if where.part is None else meshes.empty(where.part, dtype)
+    return torch.empty(where.shape, dtype=dtype) if where.part is None else empty_of(where.part, dtype, meshes)
 
 
 def _tensors(state: Any) -> list[Tensor]:

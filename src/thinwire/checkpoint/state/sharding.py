@@ -53,8 +53,8 @@ def part_of(tensor: DTensor) -> ShardPart:
     if any(isinstance(placement, Partial) for placement in tensor.placements) or mesh.get_coordinate() is None:
         raise ValueError(f"a DTensor with placements {tensor.placements} on {mesh} has no part of this rank to store")
     (chunk,) = tensor.__create_chunk_list__()
-    names = None if mesh.mesh_dim_names is None else tuple(mesh.mesh_dim_names)
-    return ShardPart(tuple(tensor.shape), tuple(chunk.offsets), tuple(map(_text, tensor.placements)), names)
+    placements = tuple(map(_text, tensor.placements))
+    return ShardPart(tuple(tensor.shape), tuple(chunk.offsets), placements, mesh.mesh_dim_names)
 
 
 def _text(placement: Placement) -> str:
@@ -77,29 +77,19 @@ def _placement(text: str) -> Placement:
     raise ValueError(f"unknown placement {text!r}")
 
 
-class Meshes:
-    """The meshes of a training's DTensors, to create others on them that it does not have yet."""
+def empty_of(part: ShardPart, dtype: torch.dtype, meshes: Iterable[DeviceMesh]) -> DTensor:
+    """Return an uninitialized DTensor of that kind, on one of a training's meshes, for one that it does not have yet.
 
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self._meshes: dict[tuple[tuple[str, ...] | None, int], list[DeviceMesh]] = {}
-        for tensor in tensors:
-            if isinstance(tensor, DTensor):
-                mesh = tensor.device_mesh
-                names = None if mesh.mesh_dim_names is None else tuple(mesh.mesh_dim_names)
-                meshes = self._meshes.setdefault((names, mesh.ndim), [])
-                if mesh not in meshes:
-                    meshes.append(mesh)
-
-    def empty(self, part: ShardPart, dtype: torch.dtype) -> DTensor:
-        """Return an uninitialized DTensor of that kind. Raises ValueError unless there is exactly one such mesh."""
-        meshes = self._meshes.get((part.mesh, len(part.placements)), [])
-        if len(meshes) != 1:
-            raise ValueError(
-                f"there are {len(meshes)} meshes with dimensions {part.mesh} for a tensor of shape {list(part.shape)}"
-                " that the training does not have yet: make one optimizer step before restore, so that it has it"
-            )
-        placements = [_placement(text) for text in part.placements]
-        return empty_dtensor(*part.shape, dtype=dtype, device_mesh=meshes[0], placements=placements)
+    Raises ValueError unless there is exactly one such mesh.
+    """
+    fitting = [mesh for mesh in meshes if (mesh.mesh_dim_names, mesh.ndim) == (part.mesh, len(part.placements))]
+    if len(fitting) != 1:
+        raise ValueError(
+            f"there are {len(fitting)} meshes with dimensions {part.mesh} for a tensor of shape {list(part.shape)}"
+            " that the training does not have yet: make one optimizer step before restore, so that it has it"
+        )
+    placements = [_placement(text) for text in part.placements]
+    return empty_dtensor(*part.shape, dtype=dtype, device_mesh=fitting[0], placements=placements)
 
 
 @dataclass(frozen=True)

@@ -161,7 +161,8 @@ class Shards:
             if len(histories) > 1:
                 raise WrongRestore(f"shards of histories {histories} were put together")
             self.history = histories.pop()
-            return Outcome("restored", "peer" if choice.fetched else "memory", choice.step, reason)
+            here = [self.holders[host].address for host in self.places]
+            return Outcome("restored", "memory" if [*choice.sources] == here else "peer", choice.step, reason)
         return Outcome("refused", says=reason)
 
     def _choose(self) -> Choice:

@@ -178,7 +178,7 @@ def lying_peer(directory: Path, make_manifest: Callable[[Version], Manifest]) ->
         manifest = make_manifest(wanted[-1])
         slot = Slot.allocate(SlotSize(manifest.payload_bytes, 100))
         connection.send(FrameKind.REPLY, {"manifest": manifest.to_json()}, b"{}")
-        send_payload(connection, slot, manifest)
+        list(send_payload(connection, slot, manifest))
         slot.close()
 
     via: list[str] = []

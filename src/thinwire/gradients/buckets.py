@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.futures import Future
 
 from thinwire.comm.lane import Lane
-from thinwire.comm.process_group import Handover, Staging
+from thinwire.comm.process_group import Staging
 from thinwire.compress.assign import NATIVE
 from thinwire.errors import ThinwireError
 from thinwire.gradients.collective import CollectiveTables
@@ -346,16 +346,32 @@ class Buckets:
 
     def _submit_waiting(self) -> None:
         batch, self._waiting, self._waiting_bytes = self._waiting, [], 0
-        if batch:
-            handover = self._staging.hand_over([tensor for contents, _ in batch for tensor in contents.tensors()])
-            job = self._clock.submit(reduce(add, (contents.load for contents, _ in batch)))
-            end = show(lambda: f"synchronize {', '.join(_names(batch))}")
+        if not batch:
+            return
+        handover = self._staging.hand_over([tensor for contents, _ in batch for tensor in contents.tensors()])
+        job = self._clock.submit(reduce(add, (contents.load for contents, _ in batch)))
+        end = show(lambda: f"synchronize {', '.join(_names(batch))}")
 
-            def fulfil(lane: Lane, begun: Callable[[], None] | None = None) -> None:
-                self._fulfil(lane, batch, handover, job, end, begun)
+        def fulfil(lane: Lane, begun: Callable[[], None] | None = None) -> None:
+            with self._staging.taking(handover):
+                if begun is None:
+                    results = self._synchronize(lane, [contents for contents, _ in batch], job)
+                else:
+                    self._clock.run(job)
+                    begun()
+                    results = [contents.buffer for contents, _ in batch]
+                started = [one for contents, _ in batch for one in contents.started]
+                # The lane's own stream must not wait for these: it has the next buckets to copy to the host.
+                with self._staging.completing() if started else nullcontext():
+                    for one in started:
+                        one.wait()
+                    self._clock.end(job)
+                    end()
+                    for (_, future), result in zip(batch, results, strict=True):
+                        future.set_result(result)
 
-            done = self._lane.submit(fulfil, begin=self._beginning(batch))
-            done.add_done_callback(lambda done: _fail(batch, done, end))
+        done = self._lane.submit(fulfil, begin=self._beginning(batch))
+        done.add_done_callback(lambda done: _fail(batch, done, end))
 
     def _may_wait(self, contents: Contents) -> bool:
         """Mark a bucket as seen; return whether it is a small sparse one that was seen before."""
@@ -374,33 +390,6 @@ class Buckets:
         if not self.has_lossless or not all(self._lossless.taken(contents.name, contents.others)):
             return None
         return lambda lane: self._begin_dense(lane, contents)
-
-    def _fulfil(
-        self,
-        lane: Lane,
-        batch: Batch,
-        handover: Handover,
-        job: JobTimes,
-        end: Callable[[], None],
-        begun: Callable[[], None] | None,
-    ) -> None:
-        """Run a job of the lane, or complete one that was begun; see `_fail` for errors."""
-        with self._staging.taking(handover):
-            if begun is None:
-                results = self._synchronize(lane, [contents for contents, _ in batch], job)
-            else:
-                self._clock.run(job)
-                begun()
-                results = [contents.buffer for contents, _ in batch]
-            started = [one for contents, _ in batch for one in contents.started]
-            # The lane's own stream must not wait for these: it has the next buckets to copy to the host.
-            with self._staging.completing() if started else nullcontext():
-                for one in started:
-                    one.wait()
-                self._clock.end(job)
-                end()
-                for (_, future), result in zip(batch, results, strict=True):
-                    future.set_result(result)
 
     def _synchronize(self, lane: Lane, batch: Sequence[Contents], job: JobTimes) -> list[Tensor]:
         tables = [staged(table, self._staging) for contents in batch for table in contents.tables]

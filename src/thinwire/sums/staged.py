@@ -32,7 +32,7 @@ def gather_and_add(rows: SparseRows, scheme: Scheme, channel: Channel, scale: fl
         Stages(channel),
         GATHER_SCHEDULES[scheme.communication](channel.rank, channel.world_size),
         Kind.GATHER,
-        lambda: direct.draft(scheme.push_choice, whole, rows, channel, rows.ids, rows.values),
+        lambda: direct.draft(scheme.push_choice, whole, rows, channel, (rows.ids, rows.values)),
         direct.limit(whole, rows.width, rows),
     )
     return SparseRows.trusted(*direct.total(messages, whole, rows.width, rows, channel, scale), rows.num_rows)
@@ -79,7 +79,7 @@ def recursive_doubling(rows: SparseRows, choice: FormatChoice, channel: Channel,
     last_sum = max((index for index, stage in enumerate(plan) if stage.source is not None and stage.sends), default=-1)
 
     def messages() -> list[Message]:
-        return channel.seal(Kind.GATHER, [direct.draft(choice, whole, rows, channel, *held)])
+        return channel.seal(Kind.GATHER, [direct.draft(choice, whole, rows, channel, held)])
 
     for index, stage in enumerate(plan):
         held = stages.attempt(lambda: direct.as_sent(choice, whole, held)) or held  # noqa: B023
@@ -139,7 +139,7 @@ def reduce_scatter(
         held.extend((positions, rows.values.index_select(0, order)) for positions, order in partition.split(rows.ids))
 
     def drafts(sent: tuple[int, ...]) -> list[Draft]:
-        return [direct.draft(scheme.push_choice, partition.parts[part], rows, channel, *held[part]) for part in sent]
+        return [direct.draft(scheme.push_choice, partition.parts[part], rows, channel, held[part]) for part in sent]
 
     def add(received: tuple[int, ...], messages: Sequence[Message], factor: float) -> None:
         for part, message in zip(received, messages, strict=True):
@@ -174,7 +174,7 @@ def gather(
         stages,
         GATHER_SCHEDULES[scheme.pull_by](channel.rank, channel.world_size),
         Kind.PULL,
-        lambda: direct.draft(scheme.pull_choice, partition.parts[channel.rank], rows, channel, *total()),
+        lambda: direct.draft(scheme.pull_choice, partition.parts[channel.rank], rows, channel, total()),
         _limit(rows, partition),
         scheme.num_owners(channel.world_size),
     )

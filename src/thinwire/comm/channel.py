@@ -246,9 +246,8 @@ class Channel:
         packed = _joined(_packed(outgoing))
         data = self._run(self.exchange.swap_with, target, packed, source, len(origins) * Header.NUM_BYTES)
         records = [data[index * Header.NUM_BYTES :][: Header.NUM_BYTES] for index in range(len(origins))]
-        headers = [self._unpack(record, origin) for record, origin in zip(records, origins, strict=True)]
-        for header, origin in zip(headers, origins, strict=True):
-            self._check_header(header, origin, kind, max_payload_bytes)
+        pairs = zip(records, origins, strict=True)
+        headers = [self.unpack(record, origin, kind, max_payload_bytes) for record, origin in pairs]
         check_fits(sum(header.payload_bytes for header in headers), self.where)
         ends = list(accumulate((header.payload_bytes for header in headers), initial=0))
         payload = _joined([message.payload for message in outgoing])
@@ -317,14 +316,11 @@ class Channel:
             CorruptHeaderError: it is none, of another rank, kind or conversation, or announces too much.
         """
         header = self._unpack(record, origin)
-        self._check_header(header, origin, kind, max_payload_bytes)
-        return header
-
-    def _check_header(self, header: Header, origin: int, kind: Kind, max_payload_bytes: int) -> None:
         self._check_sender(header, origin)
         if (header.digest, header.sequence) != (self.digest, self.sequence):
             raise CorruptHeaderError(f"{self.where()}: rank {self.global_rank(origin)} is in another conversation")
         self._check_announcement(header, kind, max_payload_bytes)
+        return header
 
     def _check_sender(self, header: Header, origin: int) -> None:
         """Raise if the header names a wrong sender; only an error may be passed on by ranks other than its maker."""

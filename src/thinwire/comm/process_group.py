@@ -162,28 +162,14 @@ class Stream:
     peer can learn of it: the rank has to hang up. Messages from one rank to another arrive in the order of sending.
 
     Args:
-        process_group: the group that carries the messages point to point, in the order of the calls.
+        exchange: the ranks of the stream. Its group carries the messages point to point, in the order of the calls; it
+            hangs up when sending fails, so that no rank waits for what will not come.
         tag: number of the stream, the same on all ranks: messages of streams with other tags do not mix with its own.
-        rank: this rank, for messages.
-        ranks: the rank in the group of each rank of the stream.
-        on_sent, on_received: called with the peer and the bytes of each message.
-        hang_up: called with the reason when sending fails, so that no rank waits for what will not come.
-        waits: records what the threads of the stream wait for.
     """
 
-    def __init__(
-        self,
-        process_group: dist.ProcessGroup | None,
-        tag: int,
-        rank: int,
-        ranks: Sequence[int],
-        on_sent: Callable[[int, int], None],
-        on_received: Callable[[int, int], None],
-        hang_up: HangUp,
-        waits: Waits,
-    ) -> None:
-        self._group, self._tag, self._rank, self._ranks = process_group, tag, rank, ranks
-        self._on_sent, self._on_received, self._hang_up, self._waits = on_sent, on_received, hang_up, waits
+    def __init__(self, exchange: Exchange, tag: int) -> None:
+        self._exchange, self._tag, self._ranks, self._waits = exchange, tag, exchange._ranks, exchange.waits
+        self._group, self._hang_up = exchange.process_group, exchange.hang_up  # which it loses when it is closed
         self._jobs: queue.SimpleQueue[tuple[int, Callable[[], Tensor]] | None] = queue.SimpleQueue()
         self._failure: Exception | None = None
         self._abandoned = False
@@ -210,7 +196,7 @@ class Stream:
             except RuntimeError as error:
                 self._fail(error)
             message = buffer[: size(buffer)]
-            self._on_received(source, message.numel())
+            self._exchange._count_received(source, message.numel())
             return message
 
         return wait
@@ -246,23 +232,20 @@ class Stream:
                     data = make()
                 work = dist.isend(data, group=self._group, group_dst=peer, tag=self._tag)
                 in_flight.append((work, peer, data.numel()))
-                self._on_sent(target, data.numel())
+                self._exchange._count_sent(target, data.numel())
                 while len(in_flight) >= len(self._ranks) and sum(size for *_, size in in_flight) > SMALL_BYTES:
                     self._waits.wait(*in_flight.popleft()[:2])
             for work, peer, _ in in_flight:
                 self._waits.wait(work, peer)
         except BaseException as error:
-            self._failure = self._failure or self._lost(error)
+            self._failure = self._failure or self._exchange._lost(error)
             self._hang_up(str(self._failure), self._failure)
 
     def _fail(self, error: BaseException) -> NoReturn:
         """Raise what failed here before the peers hung up, without what torch says of that as its cause; else that."""
         if self._failure is not None:
             raise self._failure
-        raise self._lost(error) from error
-
-    def _lost(self, error: BaseException) -> LostPeerError:
-        return lost_peer(error, self._rank, len(self._ranks))
+        raise self._exchange._lost(error) from error
 
 
 def lost_peer(error: BaseException, rank: int, world_size: int) -> LostPeerError:
@@ -429,9 +412,7 @@ class Exchange:
 
     def stream(self, tag: int) -> Stream:
         """Open a stream of messages, on all ranks; those that are open at once have different tags."""
-        count = self._count_sent, self._count_received
-        rank = self.global_ranks[self.rank]
-        return Stream(self.process_group, tag, rank, self._ranks, *count, self.hang_up, self.waits)
+        return Stream(self, tag)
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Sum a contiguous or sparse tensor over the ranks, in place, by the group's own algorithm.
@@ -478,7 +459,7 @@ class Exchange:
     def _count_received(self, rank: int, num_bytes: int) -> None:
         self.traffic.received_bytes += num_bytes
 
-    def _lost(self, error: RuntimeError) -> LostPeerError:
+    def _lost(self, error: BaseException) -> LostPeerError:
         return lost_peer(error, self.global_ranks[self.rank], self.world_size)
 
 

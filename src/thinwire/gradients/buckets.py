@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.futures import Future
 
 from thinwire.comm.lane import Lane
-from thinwire.comm.process_group import Handover, Staging
+from thinwire.comm.process_group import Staging
 from thinwire.compress.assign import NATIVE
 from thinwire.errors import ThinwireError
 from thinwire.gradients.collective import CollectiveTables
@@ -152,7 +152,11 @@ class Buckets:
         clock: Clock | None = None,
     ) -> None:
         self._gradients, self._native, self._collective = sums.gradients, sums.native, sums.collective
-        self._compressed, self._lossless = sums.compressed, sums.lossless
+        self._compressed = sums.compressed
+        self._lossless = sums.lossless or LosslessSync(sums.gradients.records)  # which takes nothing
+        self.has_lossless = sums.lossless is not None  # whether gradients may be summed losslessly
+        self.alike = self._lossless.alike or NATIVE  # how all are that are not compressed, if that is one exact sum
+        self.is_of_model = self._native is not None and self._native.is_own  # whether sums are by the model's own group
         self._staging = staging or Staging()
         self._lookups = lookups
         self._names = names
@@ -236,10 +240,8 @@ class Buckets:
             return self._native.start_sparse(table, buffer, self._clock.submit(Load(name)))
         if self._tables or self._compressed is not None:
             return None
-        if self._lossless is not None:
-            alike = self._lossless.alike
-            if alike is None or any(self._lossless.taken(name, [Other(name, buffer, alike)])):
-                return None
+        if self._lossless.alike is None or self.goes_lossless(name, [Other(name, buffer, self.alike)]):
+            return None
         self._flush_at_last(bucket)
         job = self._clock.submit(Load(name, buffer.nbytes))
         return self._native.start_bucket([as_real(buffer)], buffer, job)
@@ -248,28 +250,13 @@ class Buckets:
         if bucket.is_last():
             self.flush()
 
-    @property
-    def is_of_model(self) -> bool:
-        """Whether sums are collectives of the model's own group."""
-        return self._native is not None and self._native.is_own
-
-    @property
-    def has_lossless(self) -> bool:
-        """Whether gradients may be summed losslessly."""
-        return self._lossless is not None
-
-    @property
-    def alike(self) -> str:
-        """How all gradients are summed that are not compressed, where that is one exact sum."""
-        return NATIVE if self._lossless is None else self._lossless.alike or NATIVE
-
     def how(self, name: str) -> str:
         """Return how the gradient of a parameter is summed if it is not compressed."""
-        return NATIVE if self._lossless is None else self._lossless.how(name)
+        return self._lossless.how(name) if self.has_lossless else NATIVE
 
     def goes_lossless(self, name: str, gradients: Sequence[Other]) -> bool:
         """Return whether any gradient of a bucket is summed losslessly in this step."""
-        return self._lossless is not None and any(self._lossless.taken(name, gradients))
+        return self.has_lossless and any(self._lossless.taken(name, gradients))
 
     def expect(self, names: Iterable[str]) -> None:
         """Let tables that another run has seen wait from the first step on, so that groups and bits are as there."""
@@ -359,16 +346,32 @@ class Buckets:
 
     def _submit_waiting(self) -> None:
         batch, self._waiting, self._waiting_bytes = self._waiting, [], 0
-        if batch:
-            handover = self._staging.hand_over([tensor for contents, _ in batch for tensor in contents.tensors()])
-            job = self._clock.submit(reduce(add, (contents.load for contents, _ in batch)))
-            end = show(lambda: f"synchronize {', '.join(_names(batch))}")
+        if not batch:
+            return
+        handover = self._staging.hand_over([tensor for contents, _ in batch for tensor in contents.tensors()])
+        job = self._clock.submit(reduce(add, (contents.load for contents, _ in batch)))
+        end = show(lambda: f"synchronize {', '.join(_names(batch))}")
 
-            def fulfil(lane: Lane, begun: Callable[[], None] | None = None) -> None:
-                self._fulfil(lane, batch, handover, job, end, begun)
+        def fulfil(lane: Lane, begun: Callable[[], None] | None = None) -> None:
+            with self._staging.taking(handover):
+                if begun is None:
+                    results = self._synchronize(lane, [contents for contents, _ in batch], job)
+                else:
+                    self._clock.run(job)
+                    begun()
+                    results = [contents.buffer for contents, _ in batch]
+                started = [one for contents, _ in batch for one in contents.started]
+                # The lane's own stream must not wait for these: it has the next buckets to copy to the host.
+                with self._staging.completing() if started else nullcontext():
+                    for one in started:
+                        one.wait()
+                    self._clock.end(job)
+                    end()
+                    for (_, future), result in zip(batch, results, strict=True):
+                        future.set_result(result)
 
-            done = self._lane.submit(fulfil, begin=self._beginning(batch))
-            done.add_done_callback(lambda done: _fail(batch, done, end))
+        done = self._lane.submit(fulfil, begin=self._beginning(batch))
+        done.add_done_callback(lambda done: _fail(batch, done, end))
 
     def _may_wait(self, contents: Contents) -> bool:
         """Mark a bucket as seen; return whether it is a small sparse one that was seen before."""
@@ -384,36 +387,9 @@ class Buckets:
         contents, _ = batch[0]
         if len(batch) > 1 or contents.tables or contents.compressed or contents.started or not self._staging.is_host:
             return None
-        if self._lossless is None or not all(self._lossless.taken(contents.name, contents.others)):
+        if not self.has_lossless or not all(self._lossless.taken(contents.name, contents.others)):
             return None
         return lambda lane: self._begin_dense(lane, contents)
-
-    def _fulfil(
-        self,
-        lane: Lane,
-        batch: Batch,
-        handover: Handover,
-        job: JobTimes,
-        end: Callable[[], None],
-        begun: Callable[[], None] | None,
-    ) -> None:
-        """Run a job of the lane, or complete one that was begun; see `_fail` for errors."""
-        with self._staging.taking(handover):
-            if begun is None:
-                results = self._synchronize(lane, [contents for contents, _ in batch], job)
-            else:
-                self._clock.run(job)
-                begun()
-                results = [contents.buffer for contents, _ in batch]
-            started = [one for contents, _ in batch for one in contents.started]
-            # The lane's own stream must not wait for these: it has the next buckets to copy to the host.
-            with self._staging.completing() if started else nullcontext():
-                for one in started:
-                    one.wait()
-                self._clock.end(job)
-                end()
-                for (_, future), result in zip(batch, results, strict=True):
-                    future.set_result(result)
 
     def _synchronize(self, lane: Lane, batch: Sequence[Contents], job: JobTimes) -> list[Tensor]:
         tables = [staged(table, self._staging) for contents in batch for table in contents.tables]
@@ -445,9 +421,7 @@ class Buckets:
         if not contents.compressed:
             return
         assert self._compressed is not None
-        coded = None
-        if self._lossless is not None:
-            coded = partial(self._lossless.average, bucket=contents.name, gradients=contents.others)
+        coded = partial(self._lossless.average, bucket=contents.name, gradients=contents.others)
         others = [other.gradient for other in contents.others]
         self._compressed.synchronize(lane, contents.compressed, others, coded)
 
@@ -455,12 +429,12 @@ class Buckets:
         """Begin to sum what is not compressed in a bucket; return a function that completes it."""
         lossless, others = self._lossless, contents.others
         if contents.scattered is not None:
-            assert lossless is not None
             return lossless.begin_reduce_scatter(lane, contents.name, *contents.scattered, self._staging)
-        complete = None if lossless is None else lossless.begin(lane, contents.name, others, self._staging)
+        is_coded, rest = self.has_lossless, partial(list[Other], others)
+        complete = lossless.begin(lane, contents.name, others, self._staging) if is_coded else rest
 
         def finish() -> None:
-            for name, gradient, _ in others if complete is None else complete():
+            for name, gradient, _ in complete():
                 self._gradients.dense(lane, name, gradient, OTHERS)
 
         return finish

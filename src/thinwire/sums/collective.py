@@ -21,7 +21,7 @@ which ranks that have nothing for each other send nothing; so all ranks learn of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from itertools import chain
@@ -41,6 +41,7 @@ from thinwire.rows.partition import Partition
 from thinwire.rows.sparse import Layout, SparseRows, check_dtype
 from thinwire.sums.named import NAMED
 from thinwire.sums.pieces import FORMATS, CodedPiece, Coding
+from thinwire.sums.schedules import Attempts
 from thinwire.sums.scheme import Aggregation, Communication, Ownership, Scheme, Unit
 from thinwire.sums.two_level import TwoLevel, flat, shares
 
@@ -245,28 +246,26 @@ class _Job:
         wrong: which ids that arrived last are corrupt, bool.
     """
 
-    def __init__(
-        self, tables: Sequence[NamedGradient], scheme: Scheme | TwoLevel, rank: int, world_size: int,
-        capacities: Mapping[str, int], made: dict[tuple[object, ...], Tensor], zero: Tensor,
-    ) -> None:  # fmt: skip
-        self.tables, self.world_size, self.made, self.zero = tables, world_size, made, zero
+    def __init__(self, tables: Sequence[NamedGradient], scheme: Scheme | TwoLevel, call: _Call) -> None:
+        self.tables, self.world_size, self.made, self.zero = tables, call.world_size, call.sums._starts, call.zero
         self.share: _Share | None = None
         self.gradients = [table.gradient.detach() for table in tables]
         layouts = [table.layout for table in tables]
         *self.starts, num_rows = kernels.stack_starts([layout.num_rows for layout in layouts])
-        self.follow(plan(scheme, num_rows, layouts[0].width, self.gradients[0].dtype, world_size), rank)
+        self.follow(plan(scheme, num_rows, layouts[0].width, self.gradients[0].dtype, self.world_size), call.rank)
         self.is_sparse = self.gradients[0].is_sparse
         for table in tables:
             if not (self.is_sparse or table.gradient.is_contiguous()):
                 raise ValueError(
                     f"{table.name}: the gradient has strides {table.gradient.stride()}: make it contiguous"
                 )
-        self.is_native = self.plan.scheme.is_dense or (world_size == 1 and not self.is_sparse)
+        self.is_native = self.plan.scheme.is_dense or (self.world_size == 1 and not self.is_sparse)
         self.is_owned = self.plan.partition is not None and not self.is_native
-        known = zip(tables, layouts, strict=True)
-        self.capacity = min(num_rows, sum(capacities.get(table.name, layout.num_rows) for table, layout in known))
-        self.size = zero
-        self.sizes = self.held = zero.expand(len(tables))
+        known = call.sums._capacities
+        rows = sum(known.get(table.name, layout.num_rows) for table, layout in zip(tables, layouts, strict=True))
+        self.capacity = min(num_rows, rows)
+        self.size = self.zero
+        self.sizes = self.held = self.zero.expand(len(tables))
         self.find()
 
     def follow(self, plan: TablePlan, rank: int) -> None:
@@ -599,9 +598,9 @@ class CollectiveSum:
             LostPeerError, CorruptHeaderError: the ranks are out of step, and the group is of no more use.
         """
         self._step = self._step + 1 & 0xFFFFFFFF
-        call = _Call(self.exchange, self._step, self._late, scale, self.note, self._room_bytes)
+        call = _Call(self, scale)
         self._late, self._room_bytes = None, 0
-        call.find(tables, scheme, self._capacities, self._starts)
+        call.find(tables, scheme)
         call.agree_on_counts()
         self.notes = call.notes
         for job in call.jobs:
@@ -618,40 +617,23 @@ class CollectiveSum:
         return results
 
 
-class _Call:
+class _Call(Attempts):
     """The phases of one call of `CollectiveSum.all_reduce`, in order.
 
     Whatever fails on this rank alone is kept as ``failure`` until the next record tells the others, and meaningless
     bytes of the size that they expect go out in between.
     """
 
-    def __init__(
-        self, exchange: Collectives, step: int, late: Tensor | None, scale: float, note: int, room_bytes: int
-    ) -> None:
-        self.exchange, self.step, self.scale, self.late, self.note = exchange, step, scale, late, note
-        self.room_bytes, self.received_bytes = room_bytes, 0
+    def __init__(self, sums: CollectiveSum, scale: float) -> None:
+        self.sums, self.exchange, self.scale = sums, sums.exchange, scale
+        self.step, self.late, self.note = sums._step, sums._late, sums.note
+        self.room_bytes, self.received_bytes = sums._room_bytes, 0
         self.room: Tensor | None = None  # of all exchanges, one after the other, as what arrives is used at once
-        self.rank, self.world_size = exchange.rank, exchange.world_size
-        self.failure: Exception | None = None
+        self.rank, self.world_size = self.exchange.rank, self.exchange.world_size
         self.jobs: list[_Job] = []
         self.device = torch.device("cpu")
 
-    def attempt(self, work: Callable[[], T]) -> T | None:
-        """Return what ``work`` returns, or None if it fails or anything did before."""
-        if self.failure is None:
-            try:
-                return work()
-            except Exception as error:
-                self.failure = error
-        return None
-
-    def find(
-        self,
-        tables: Sequence[NamedGradient],
-        scheme: Scheme | Iterable[Scheme | TwoLevel],
-        capacities: Mapping[str, int],
-        starts: dict[tuple[object, ...], Tensor],
-    ) -> None:
+    def find(self, tables: Sequence[NamedGradient], scheme: Scheme | Iterable[Scheme | TwoLevel]) -> None:
         """Phase 1."""
         self.num_tables, self.text = len(tables), ""
         if tables:
@@ -670,9 +652,7 @@ class _Call:
             if self.world_size == 1:
                 self.indices = [[index] for index in range(len(tables))]
             for indices in self.indices:
-                stack = [tables[index] for index in indices]
-                point = schemes[indices[0]]
-                self.jobs.append(_Job(stack, point, self.rank, self.world_size, capacities, starts, self.zero))
+                self.jobs.append(_Job([tables[index] for index in indices], schemes[indices[0]], self))
 
         self.attempt(find)
         self._take_room(1.0)

@@ -23,15 +23,10 @@ Piece = tuple[Tensor, Tensor]  # (positions in a part, increasing; values [k, wi
 
 
 def draft(
-    choice: FormatChoice,
-    part: Part,
-    held: SparseRows,
-    channel: Channel,
-    positions: Tensor,
-    values: Tensor,
-    order: Tensor | None = None,
+    choice: FormatChoice, part: Part, held: SparseRows, channel: Channel, piece: Piece, order: Tensor | None = None
 ) -> Draft:
     """Encode rows of a part in the format of fewest bytes; the header carries the number of rows in ``held``."""
+    positions, values = piece
     count, row_bytes = positions.numel(), values.shape[1] * values.element_size()
     format = choice.smallest(count, row_bytes, part)
     payload = wire.encode(format, part, positions, values, order, codes_values=channel.codes_values)
@@ -83,7 +78,7 @@ def reduce_scatter(
 
     def drafts() -> list[Draft]:
         return [
-            draft(choice, part, rows, channel, positions, rows.values, indices)
+            draft(choice, part, rows, channel, (positions, rows.values), indices)
             for part, (positions, indices) in zip(partition.parts, partition.split(rows.ids), strict=True)
         ]
 
@@ -97,7 +92,7 @@ def all_gather(
     """Send the total of this rank's part to all ranks, and return the whole sum, ids sorted."""
 
     def drafts() -> list[Draft]:
-        return [draft(choice, partition.parts[channel.rank], rows, channel, *total())] * channel.world_size
+        return [draft(choice, partition.parts[channel.rank], rows, channel, total())] * channel.world_size
 
     messages = channel.swap(Kind.PULL, drafts, max(limit(part, rows.width, rows) for part in partition.parts))
     return joined(messages, rows, partition, channel)
@@ -122,7 +117,7 @@ def all_reduce(rows: SparseRows, choice: FormatChoice, channel: Channel, scale: 
     whole = Whole(rows.num_rows)
 
     def drafts() -> list[Draft]:
-        return [draft(choice, whole, rows, channel, rows.ids, rows.values)] * channel.world_size
+        return [draft(choice, whole, rows, channel, (rows.ids, rows.values))] * channel.world_size
 
     messages = channel.swap(Kind.GATHER, drafts, limit(whole, rows.width, rows))
     return SparseRows.trusted(*total(messages, whole, rows.width, rows, channel, scale), rows.num_rows)

@@ -149,8 +149,8 @@ def begin(
         size = out.numel()
         assert flat.numel() == channel.world_size * size, "equal parts"
         cuts = _equal_parts(size, channel.world_size, segment)
-    code = _Floats(flat, cuts, channel, scale, report or SumReport(), None if out is None else out.view(-1))
-    code.least_values, code.working = LEAST_VALUES if codes else flat.numel() + 1, working
+    report, out = report or SumReport(), None if out is None else out.view(-1)
+    code = _Floats(flat, cuts, channel, scale, report, out, LEAST_VALUES if codes else flat.numel() + 1, working)
     complete = owners.begin(code, channel, has_pulls=out is None)
 
     def finish() -> int:
@@ -167,7 +167,7 @@ def begin_all_gather(flat: Tensor, channel: Channel) -> Callable[[], int]:
         flat: [n * k], contiguous, on the CPU; rank r has elements r * k to (r + 1) * k, and gets the others.
     """
     cuts = _equal_parts(flat.numel() // channel.world_size, channel.world_size)
-    return owners.begin(_Gathered(flat, cuts, channel, 1.0, SumReport(), None), channel)
+    return owners.begin(_Gathered(flat, cuts, channel), channel)
 
 
 def begin_broadcast(flat: Tensor, channel: Channel, source: int) -> Callable[[], int]:
@@ -194,25 +194,25 @@ def _scaled(values: Tensor, scale: float, out: Tensor) -> int:
     return 0
 
 
+@dataclass(eq=False)
 class _Floats:
     """The code of a sum: values by a code that loses nothing, where that pays."""
 
-    def __init__(
-        self,
-        flat: Tensor,
-        cuts: Sequence[Sequence[slice]],
-        channel: Channel,
-        scale: float,
-        report: SumReport,
-        out: Tensor | None,
-    ) -> None:
-        self.flat, self.scale, self.report, self.out = flat, scale, report, out
-        report.values, report.num_bytes = report.values + flat.numel(), report.num_bytes + flat.nbytes
-        self.rank, self.ranks = channel.rank, range(channel.world_size)
-        self.cuts, self.segments = cuts, [len(cut) for cut in cuts]
-        self.is_narrow = flat.element_size() == 2
-        self.least_values = LEAST_VALUES
-        self.working: Callable[[], AbstractContextManager[object]] = nullcontext
+    flat: Tensor
+    cuts: Sequence[Sequence[slice]]
+    channel: Channel
+    scale: float = 1.0
+    report: SumReport = field(default_factory=SumReport)
+    out: Tensor | None = None
+    least_values: int = field(default_factory=lambda: LEAST_VALUES)
+    working: Callable[[], AbstractContextManager[object]] = nullcontext
+
+    def __post_init__(self) -> None:
+        self.report.values += self.flat.numel()
+        self.report.num_bytes += self.flat.nbytes
+        self.rank, self.ranks = self.channel.rank, range(self.channel.world_size)
+        self.segments = [len(cut) for cut in self.cuts]
+        self.is_narrow = self.flat.element_size() == 2
 
     def predict(self) -> None:
         """Estimate the bytes of the pushes."""
@@ -316,7 +316,7 @@ class _Broadcast(_Floats):
     """The code of what the source has: it alone pushes, and owners pass on the messages that they got."""
 
     def __init__(self, flat: Tensor, source: int, channel: Channel) -> None:
-        super().__init__(flat, dealt(flat.numel(), channel.world_size), channel, 1.0, SumReport(), None)
+        super().__init__(flat, dealt(flat.numel(), channel.world_size), channel)
         self.source = source
 
     def most_pushed(self, source: int, owner: int, number: int) -> int:

@@ -45,22 +45,27 @@ class Stage:
     receives: tuple[int, ...] = ()
 
 
-class Stages:
+class Attempts:
+    """Work that goes on after a failure of this rank, which the others are told later."""
+
+    failure: Exception | None = None
+
+    def attempt(self, work: Callable[[], T]) -> T | None:
+        """Return what ``work`` returns; None if it raises, or if something failed before."""
+        if self.failure is None:
+            try:
+                return work()
+            except Exception as error:
+                self.failure = error
+        return None
+
+
+class Stages(Attempts):
     """A run of a staged pattern over a channel that was opened."""
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
-        self._failure: Exception | None = None
         self._reason: Message | None = None
-
-    def attempt(self, work: Callable[[], T]) -> T | None:
-        """Return what ``work`` returns; None if it raises, or if something failed before."""
-        if self._failure is None:
-            try:
-                return work()
-            except Exception as error:
-                self._failure = error
-        return None
 
     def swap(
         self,
@@ -80,8 +85,8 @@ class Stages:
             origins: the rank that made each message that is received.
         """
         outgoing = self.attempt(prepare) if num_sent else []
-        if self._failure is not None:
-            self._reason = self._reason or self.channel.seal_error(self._failure)
+        if self.failure is not None:
+            self._reason = self._reason or self.channel.seal_error(self.failure)
             outgoing = [self._reason] * num_sent
         assert outgoing is not None
         assert len(outgoing) == num_sent
@@ -91,8 +96,8 @@ class Stages:
 
     def finish(self) -> None:
         """Raise the failure of any stage."""
-        if self._failure is not None:
-            raise self._failure
+        if self.failure is not None:
+            raise self.failure
 
     def _check(self, incoming: Sequence[Message]) -> None:
         for message in incoming:

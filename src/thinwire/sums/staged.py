@@ -22,21 +22,18 @@ from thinwire.rows.sparse import SparseRows
 from thinwire.sums import direct, schedules
 from thinwire.sums.direct import Piece
 from thinwire.sums.schedules import Stage, Stages, all_gather
-from thinwire.sums.scheme import Communication
+from thinwire.sums.scheme import Communication, Scheme
 
 
-def gather_and_add(
-    rows: SparseRows, choice: FormatChoice, channel: Channel, scale: float, schedule: Sequence[Stage]
-) -> SparseRows:
+def gather_and_add(rows: SparseRows, scheme: Scheme, channel: Channel, scale: float) -> SparseRows:
     """Gather the rows of all ranks along a schedule, and add them up in rank order; after `Channel.open`."""
     whole = Whole(rows.num_rows)
-    limit = direct.limit(whole, rows.width, rows)
     messages = all_gather(
         Stages(channel),
-        schedule,
+        GATHER_SCHEDULES[scheme.communication](channel.rank, channel.world_size),
         Kind.GATHER,
-        lambda: direct.draft(choice, whole, rows, channel, rows.ids, rows.values),
-        limit,
+        lambda: direct.draft(scheme.push_choice, whole, rows, channel, (rows.ids, rows.values)),
+        direct.limit(whole, rows.width, rows),
     )
     return SparseRows.trusted(*direct.total(messages, whole, rows.width, rows, channel, scale), rows.num_rows)
 
@@ -82,7 +79,7 @@ def recursive_doubling(rows: SparseRows, choice: FormatChoice, channel: Channel,
     last_sum = max((index for index, stage in enumerate(plan) if stage.source is not None and stage.sends), default=-1)
 
     def messages() -> list[Message]:
-        return channel.seal(Kind.GATHER, [direct.draft(choice, whole, rows, channel, *held)])
+        return channel.seal(Kind.GATHER, [direct.draft(choice, whole, rows, channel, held)])
 
     for index, stage in enumerate(plan):
         held = stages.attempt(lambda: direct.as_sent(choice, whole, held)) or held  # noqa: B023
@@ -123,12 +120,7 @@ GATHER_SCHEDULES = {Communication.RING: schedules.ring_gather_schedule, Communic
 
 
 def reduce_scatter(
-    rows: SparseRows,
-    partition: Partition,
-    choice: FormatChoice,
-    stages: Stages,
-    scale: float,
-    schedule: Sequence[Stage],
+    rows: SparseRows, partition: Partition, scheme: Scheme, stages: Stages, scale: float
 ) -> Callable[[], Piece]:
     """Add up parts along a schedule; return a function that returns the total of this rank's own part.
 
@@ -138,6 +130,7 @@ def reduce_scatter(
     overflow where their mean does not. One rank computes the sum of a part, so all ranks get the same bits.
     """
     channel = stages.channel
+    schedule = REDUCE_SCHEDULES[scheme.communication](channel.rank, channel.world_size)
     held: list[Piece] = []
     max_payload_bytes = _limit(rows, partition)
     last = max((index for index, stage in enumerate(schedule) if channel.rank in stage.receives), default=-1)
@@ -146,7 +139,7 @@ def reduce_scatter(
         held.extend((positions, rows.values.index_select(0, order)) for positions, order in partition.split(rows.ids))
 
     def drafts(sent: tuple[int, ...]) -> list[Draft]:
-        return [direct.draft(choice, partition.parts[part], rows, channel, *held[part]) for part in sent]
+        return [direct.draft(scheme.push_choice, partition.parts[part], rows, channel, held[part]) for part in sent]
 
     def add(received: tuple[int, ...], messages: Sequence[Message], factor: float) -> None:
         for part, message in zip(received, messages, strict=True):
@@ -173,23 +166,17 @@ def reduce_scatter(
 
 
 def gather(
-    rows: SparseRows,
-    total: Callable[[], Piece],
-    partition: Partition,
-    choice: FormatChoice,
-    stages: Stages,
-    schedule: Sequence[Stage],
-    num_owners: int,
+    rows: SparseRows, total: Callable[[], Piece], partition: Partition, scheme: Scheme, stages: Stages
 ) -> SparseRows:
     """Gather the totals of the owners, the first ranks, along a schedule; return the whole sum, ids sorted."""
     channel = stages.channel
     messages = all_gather(
         stages,
-        schedule,
+        GATHER_SCHEDULES[scheme.pull_by](channel.rank, channel.world_size),
         Kind.PULL,
-        lambda: direct.draft(choice, partition.parts[channel.rank], rows, channel, *total()),
+        lambda: direct.draft(scheme.pull_choice, partition.parts[channel.rank], rows, channel, total()),
         _limit(rows, partition),
-        num_owners,
+        scheme.num_owners(channel.world_size),
     )
     return direct.joined(messages, rows, partition, channel)
 

@@ -94,8 +94,7 @@ def _summed(rows: SparseRows, scheme: Scheme, channel: Channel, scale: float) ->
         return direct.all_reduce(rows, scheme.push_choice, channel, scale)
     if scheme.aggregation is Aggregation.INCREMENTAL:
         return staged.recursive_doubling(rows, scheme.push_choice, channel, scale)
-    schedule = staged.GATHER_SCHEDULES[scheme.communication](channel.rank, channel.world_size)
-    return staged.gather_and_add(rows, scheme.push_choice, channel, scale, schedule)
+    return staged.gather_and_add(rows, scheme, channel, scale)
 
 
 def _by_owners(rows: SparseRows, scheme: Scheme, channel: Channel, scale: float) -> SparseRows:
@@ -104,13 +103,10 @@ def _by_owners(rows: SparseRows, scheme: Scheme, channel: Channel, scale: float)
         total = direct.reduce_scatter(rows, partition, scheme.push_choice, channel, scale)
     else:
         stages = Stages(channel)
-        schedule = staged.REDUCE_SCHEDULES[scheme.communication](channel.rank, channel.world_size)
-        total = staged.reduce_scatter(rows, partition, scheme.push_choice, stages, scale, schedule)
+        total = staged.reduce_scatter(rows, partition, scheme, stages, scale)
     if scheme.pull_by is Communication.POINT_TO_POINT:
         return direct.all_gather(rows, total, partition, scheme.pull_choice, channel)
-    schedule = staged.GATHER_SCHEDULES[scheme.pull_by](channel.rank, channel.world_size)
-    num_owners = scheme.num_owners(channel.world_size)
-    return staged.gather(rows, total, partition, scheme.pull_choice, stages or Stages(channel), schedule, num_owners)
+    return staged.gather(rows, total, partition, scheme, stages or Stages(channel))
 
 
 def dense_all_reduce(tensor: Tensor, channel: Channel, scale: float = 1.0) -> None:

@@ -78,10 +78,7 @@ class _Run:
         plans = [self._plans(shard) for shard in range(self._num_shards)]
         gathered = self._inside.all_gather(share, max(map(messages.max_bytes, plans)))
         with self._stopwatch.phase(Phase.DECOMPRESS):
-            payloads = [
-                message.read(partial(messages.unpack, plans=of_shard))
-                for message, of_shard in zip(gathered, plans, strict=False)  # those beyond have no shard
-            ]
+            payloads = messages.read(gathered, messages.unpack, plans)
             return [
                 self._result(number, [of_shard[number] for of_shard in payloads]) for number in range(len(self._tasks))
             ]
@@ -134,7 +131,7 @@ class _Run:
         plans = self._plans(self._shard)
         arrived = self._partners.all_gather(select, messages.max_bytes(plans))
         with self._stopwatch.phase(Phase.DECOMPRESS):
-            payloads = [message.read(partial(messages.unpack, plans=plans)) for message in arrived]
+            payloads = messages.read(arrived, messages.unpack, [plans] * len(arrived))
             return [_mean([of_host[number] for of_host in payloads], self._world_size) for number in range(len(plans))]
 
     def _summed(self, arrived: Sequence[Arrived]) -> list[Tensor]:

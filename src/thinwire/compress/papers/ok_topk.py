@@ -16,6 +16,7 @@ from thinwire import kernels
 from thinwire.compress.base import Joint, Parameter, State
 from thinwire.compress.methods.select import largest_nonzero
 from thinwire.compress.methods.sparsify import DensitySparsifier, Selection
+from thinwire.compress.state import span
 from thinwire.errors import CorruptMessageError
 
 RUNGS = (0.5, 0.6, 0.72, 0.86, 1.0, 1.2, 1.44, 1.73)
@@ -125,9 +126,8 @@ def shares(counts: Sequence[int], owner: int) -> list[tuple[int, int]]:
     first, total, world_size = sum(counts[:owner]), sum(counts), len(counts)
     spans = []
     for rank in range(world_size):
-        start = total * rank // world_size - first
-        stop = total * (rank + 1) // world_size - first
-        spans.append((min(max(start, 0), counts[owner]), min(max(stop, 0), counts[owner])))
+        start, stop = span(total, rank, world_size)
+        spans.append((min(max(start - first, 0), counts[owner]), min(max(stop - first, 0), counts[owner])))
     return spans
 
 
@@ -143,7 +143,7 @@ def saved_by_balance(counts: Sequence[int]) -> int:
     starts = list(accumulate(counts, initial=0))
     moved = 0
     for rank, count in enumerate(counts):
-        begin, end = total * rank // world_size, total * (rank + 1) // world_size
+        begin, end = span(total, rank, world_size)
         stays = max(0, min(starts[rank + 1], end) - max(starts[rank], begin))
         moved = max(moved, count - stays)
     balanced = moved + (world_size - 1) * -(-total // world_size)

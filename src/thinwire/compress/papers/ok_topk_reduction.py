@@ -19,7 +19,7 @@ from thinwire.compress import packing
 from thinwire.compress.methods.sparsify import Selection
 from thinwire.compress.papers import ok_topk
 from thinwire.compress.papers.ok_topk import OK_TOPK, OkTopk, Tally
-from thinwire.compress.reductions import stacked
+from thinwire.compress.reductions import messages, stacked
 from thinwire.compress.reductions.base import Arrived, OwnReduction, Peers, Phase, Plan, Result, Stopwatch, Task
 from thinwire.compress.wrappers import unwrapped
 from thinwire.errors import raising
@@ -204,7 +204,7 @@ class _Run:
 
         def prepare() -> Tensor:
             with self._stopwatch.phase(Phase.DECOMPRESS):
-                result = [message.read(partial(stacked.unpack, plans=plans)) for message in arrived]
+                result = messages.read(arrived, stacked.unpack, [plans] * len(arrived))
                 for index, one in enumerate(self._ones):
                     one.reduced = mean_of([of_rank[index] for of_rank in result])
                 return torch.cat([one.tally(self._world_size).packed() for one in self._ones])
@@ -298,20 +298,15 @@ class _Run:
         plans = [[plan(one, owner) for one in self._ones] for owner in range(self._world_size)]
         gathered = self._peers.all_gather(prepare, max(map(stacked.max_bytes, plans)))
         with self._stopwatch.phase(Phase.DECOMPRESS):
-            result = [
-                message.read(partial(stacked.unpack, plans=of_owner))
-                for message, of_owner in zip(gathered, plans, strict=True)
-            ]
+            result = messages.read(gathered, stacked.unpack, plans)
             return [
                 _result(one, [of_owner[index] for of_owner in result], one in balanced)
                 for index, one in enumerate(self._ones)
             ]
 
     def _take_shares(self, arrived: Sequence[Arrived], balanced: Sequence[OkTopkTask]) -> None:
-        result = [
-            message.read(partial(stacked.unpack, plans=[one.plan(owner) for one in balanced]))
-            for owner, message in enumerate(arrived)
-        ]
+        plans = ([one.plan(owner) for one in balanced] for owner in range(self._world_size))
+        result = messages.read(arrived, stacked.unpack, plans)
         for index, one in enumerate(balanced):
             parts = [of_owner[index] for of_owner in result]
             ids = torch.cat([ids + one.start(owner) for owner, (ids, _) in enumerate(parts)])

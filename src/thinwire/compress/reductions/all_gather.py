@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate, pairwise
 
 from torch import Tensor
@@ -44,7 +43,7 @@ class AllGather(Reduction):
             arrived = peers.all_gather(prepare, most)
         with stopwatch.phase(Phase.DECOMPRESS):
             plans = [stack.plan for stack in stacks]
-            of_ranks = [message.read(partial(messages.unpack, plans=plans)) for message in arrived]
+            of_ranks = messages.read(arrived, messages.unpack, [plans] * len(arrived))
             means: dict[int, Tensor] = {}
             for number, stack in enumerate(stacks):
                 chosen = [tasks[index] for index in stack.indices]

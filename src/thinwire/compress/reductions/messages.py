@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 from torch import Tensor
 
 from thinwire.compress.base import Compressor, Parameter, Payload
 from thinwire.compress.packing import message_bytes, split
-from thinwire.compress.reductions.base import Plan
+from thinwire.compress.reductions.base import Arrived, Plan, T
 from thinwire.compress.wrappers import packed_code
 from thinwire.errors import CorruptMessageError
 from thinwire.rows.formats import Header
@@ -27,6 +28,11 @@ def unpack(message: Tensor, plans: Sequence[Plan]) -> list[Payload]:
         except CorruptMessageError as error:
             raise CorruptMessageError(f"{parameter.name}: {error}") from error
     return payloads
+
+
+def read(arrived: Sequence[Arrived], parse: Callable[..., T], plans: Iterable[Sequence[Plan]]) -> list[T]:
+    """Return messages as ``parse`` reads them, each with the plans of its sender; those beyond the plans have none."""
+    return [message.read(partial(parse, plans=of_sender)) for message, of_sender in zip(arrived, plans, strict=False)]
 
 
 def predicted_bytes(plans: Sequence[Plan]) -> int | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, is_dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -115,7 +114,7 @@ class _Shots:
         """Return the mean of this rank's own piece of each gradient."""
         plans = self.pushed[self._rank]
         with self._stopwatch.phase(Phase.DECOMPRESS):
-            payloads = [message.read(partial(messages.unpack, plans=plans)) for message in arrived]
+            payloads = messages.read(arrived, messages.unpack, [plans] * len(arrived))
             return [
                 packed_code(compressor).combine([of_rank[index] for of_rank in payloads], piece)
                 for index, (compressor, piece) in enumerate(plans)
@@ -135,9 +134,7 @@ class _Shots:
 
     def results(self, sums: Sequence[Arrived]) -> list[Result]:
         with self._stopwatch.phase(Phase.DECOMPRESS):
-            decoded = [
-                message.read(partial(_decoded, plans=plans)) for message, plans in zip(sums, self.pulled, strict=True)
-            ]
+            decoded = messages.read(sums, _decoded, self.pulled)
             return [self._result(index, [of_owner[index] for of_owner in decoded]) for index in range(len(self._tasks))]
 
     def _packed_for(self, owner: int) -> list[Tensor]:

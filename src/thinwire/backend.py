@@ -195,8 +195,7 @@ class ThinwireGroup(dist.ProcessGroup):
         self._codes = set(settings.calls.split("+")) if self._is_lossless or is_open else set[str]()
         for device, kind, back_end in _inner(made):
             for group in (self, self._plain):
-                group._register_backend(torch.device(device), kind, back_end)
-                group._set_default_backend(kind)
+                c10d.add_back_end(group, device, kind, back_end)
 
         if self._is_lossless:
             self._keep(_lane_of(made))
@@ -215,7 +214,8 @@ class ThinwireGroup(dist.ProcessGroup):
             return self._submit("all_reduce_sparse", tensor, count, begin, is_whole=True)
         begin = None
         if self._may_code("all_reduce", tensor) and (scale := self._scale(tensor, arguments, keywords)) is not None:
-            begin = partial(_coded_sum, _values(tensor), scale)
+            about = f"{tensor.numel()} values times {scale}"
+            begin = partial(_coded, "all_reduce", about, _values(tensor), partial(lossless.begin, scale=scale))
         forward = partial(self._plain.allreduce, tensors, *arguments, **keywords)
         return self._run("all_reduce", tensor, tensor, begin, forward)
 
@@ -223,7 +223,8 @@ class ThinwireGroup(dist.ProcessGroup):
         """Sum [n * k] over all ranks; ``output`` [k] gets the part of this rank."""
         begin, is_large = None, self._may_code("reduce_scatter", tensor) and _are_parts(output, tensor, self.size())
         if is_large and (scale := self._scale(tensor, arguments, keywords)) is not None:
-            begin = partial(_coded_reduce_scatter, _values(output), _values(tensor), scale)
+            about, add = f"{tensor.numel()} values times {scale}", partial(_add_parts, _values(tensor), scale)
+            begin = partial(_coded, "reduce_scatter", about, _values(output), add)
         forward = partial(self._plain.reduce_scatter_single, output, tensor, *arguments, **keywords)
         return self._run("reduce_scatter", tensor, output, begin, forward)
 
@@ -233,7 +234,8 @@ class ThinwireGroup(dist.ProcessGroup):
         """Gather [k] of each rank as ``output`` [n * k]."""
         begin = None
         if self._may_code("all_gather", tensor) and _are_parts(tensor, output, self.size()):
-            begin = partial(_coded_gather, _values(output), _values(tensor))
+            about, gather = f"{tensor.numel()} values", partial(_gather, _values(tensor))
+            begin = partial(_coded, "all_gather", about, _values(output), gather)
         forward = partial(self._plain.all_gather_single, output, tensor, *arguments, **keywords)
         return self._run("all_gather", tensor, output, begin, forward)
 
@@ -246,7 +248,8 @@ class ThinwireGroup(dist.ProcessGroup):
         source = getattr(options, "rootRank", options)
         begin = None
         if self._may_code("broadcast", tensor) and 0 <= source < self.size():
-            begin = partial(_coded_broadcast, _values(tensor), source)
+            about, give = f"{tensor.numel()} values of rank {source}", partial(lossless.begin_broadcast, source=source)
+            begin = partial(_coded, "broadcast", about, _values(tensor), give)
         forward = partial(self._plain.broadcast, tensors, *arguments, **keywords)
         return self._run("broadcast", tensor, tensor, begin, forward)
 
@@ -523,7 +526,7 @@ def _agreed(made: c10d.BackEndOptions, settings: Options) -> str:
     made.store.set(f"settings of {made.group_rank}", json.dumps([can_code, host_identity(), str(settings)]))
     said = (json.loads(text) for text in made.store.multi_get([f"settings of {rank}" for rank in ranks]))
     can, hosts, texts = zip(*said, strict=True)
-    named = made.global_ranks_in_group or ranks
+    named = _global_ranks(made)
     other = next((rank for rank in ranks if texts[rank] != texts[0]), None)
     unable = "" if all(can) else f"rank {named[can.index(False)]} cannot run compiled kernels: {floats.CURE}"
     if other is None and not (unable and settings.dense == LOSSLESS):
@@ -566,7 +569,8 @@ def stats(group: Group = None) -> dict[str, dict[str, Any]]:
 
 def _inner(made: c10d.BackEndOptions) -> Iterator[tuple[str, Any, Any]]:
     """Yield device, kind and back end of those that are forwarded to."""
-    gloo = _gloo(made, dist.PrefixStore("gloo/", made.store))
+    met = dist.PrefixStore("gloo/", made.store), _global_ranks(made), made.group_rank, made.timeout
+    gloo = c10d.gloo_back_end(*met, made.group_id)
     yield "cpu", dist.ProcessGroup.BackendType.GLOO, _checked(gloo, "gloo", made)
     if torch.cuda.is_available() and dist.is_nccl_available():
         options = dist.ProcessGroupNCCL.Options()
@@ -574,16 +578,11 @@ def _inner(made: c10d.BackEndOptions) -> Iterator[tuple[str, Any, Any]]:
         options.global_ranks_in_group, options.group_name = made.global_ranks_in_group, made.group_id  # type: ignore
         nccl_store = dist.PrefixStore("nccl/", made.store)
         nccl = dist.ProcessGroupNCCL(nccl_store, made.group_rank, made.group_size, options)
-        nccl._set_sequence_number_for_group()
         yield "cuda", dist.ProcessGroup.BackendType.NCCL, _checked(nccl, "nccl", made)
 
 
-def _gloo(made: c10d.BackEndOptions, store: dist.Store) -> Any:
-    gloo = dist.ProcessGroupGloo(store, made.group_rank, made.group_size, made.timeout)
-    gloo.options.global_ranks_in_group = made.global_ranks_in_group or list(range(made.group_size))
-    gloo.options.group_name = made.group_id  # type: ignore
-    gloo._set_sequence_number_for_group()
-    return gloo
+def _global_ranks(made: c10d.BackEndOptions) -> list[int]:
+    return made.global_ranks_in_group or list(range(made.group_size))
 
 
 def _lane_of(made: c10d.BackEndOptions) -> Lane:
@@ -592,15 +591,8 @@ def _lane_of(made: c10d.BackEndOptions) -> Lane:
     In its first sum a rank would wait for all others, of which one may wait for what this one sends after that call.
     """
     store = cloned(made.store)  # in that of the group a call beside this one would wait
-
-    def make() -> dist.ProcessGroup:
-        group = dist.ProcessGroup(made.store, made.group_rank, made.group_size)
-        gloo = _gloo(made, dist.PrefixStore("lane/", store or made.store))
-        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
-        group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-        return group
-
-    own = PrivateGroup(make)
+    met = dist.PrefixStore("lane/", store or made.store), _global_ranks(made), made.group_rank, made.timeout
+    own = PrivateGroup(partial(c10d.unregistered_group, *met))
     exchange = Exchange(own.process_group)
     (job, *_) = gather_bytes(exchange, "number of the job", secrets.token_bytes(8), 8)
     notes = Notes(store, exchange.global_ranks[exchange.rank], exchange.global_ranks)
@@ -642,55 +634,31 @@ def _are_parts(part: Tensor, whole: Tensor, world_size: int) -> bool:
     return (part.dtype, part.device, world_size * part.numel()) == (whole.dtype, whole.device, whole.numel())
 
 
-def _into(result: Tensor, begin: Callable[[Tensor], Callable[[], int]]) -> Callable[[], int]:
+def _coded(
+    name: str, about: str, result: Tensor, begin: Callable[[Tensor, Channel], Callable[[], int]], lane: Lane
+) -> Callable[[], int]:
     """Begin what fills a flat tensor with the elements of ``result``, which may have any strides."""
+    channel = lane.channel(Subject(name, f"{result.dtype} {about}, lossless"))
+    channel.begin_open()
     flat = result.contiguous().view(-1)
-    complete = begin(flat)
-    if result.is_contiguous():
-        return complete
+    complete = begin(flat, channel)
 
     def finish() -> int:
-        num_bytes = complete()
-        result.copy_(flat.view_as(result))
+        num_bytes = complete() + opening_bytes(channel.world_size)
+        if not result.is_contiguous():
+            result.copy_(flat.view_as(result))
         return num_bytes
 
     return finish
 
 
-def _coded_sum(tensor: Tensor, scale: float, lane: Lane) -> Callable[[], int]:
-    channel = _opened(lane, "all_reduce", f"{tensor.dtype} {tensor.numel()} values times {scale}, lossless")
-    return _counted(_into(tensor, lambda flat: lossless.begin(flat, channel, scale)), channel)
+def _add_parts(tensor: Tensor, scale: float, flat: Tensor, channel: Channel) -> Callable[[], int]:
+    return lossless.begin(tensor.contiguous(), channel, scale, out=flat)
 
 
-def _coded_reduce_scatter(output: Tensor, tensor: Tensor, scale: float, lane: Lane) -> Callable[[], int]:
-    channel = _opened(lane, "reduce_scatter", f"{tensor.dtype} {tensor.numel()} values times {scale}, lossless")
-    whole = tensor.contiguous()
-    return _counted(_into(output, lambda flat: lossless.begin(whole, channel, scale, out=flat)), channel)
-
-
-def _coded_gather(output: Tensor, tensor: Tensor, lane: Lane) -> Callable[[], int]:
-    channel = _opened(lane, "all_gather", f"{tensor.dtype} {tensor.numel()} values, lossless")
-
-    def begin(flat: Tensor) -> Callable[[], int]:
-        flat[lane.rank * tensor.numel() :][: tensor.numel()] = tensor.reshape(-1)
-        return lossless.begin_all_gather(flat, channel)
-
-    return _counted(_into(output, begin), channel)
-
-
-def _coded_broadcast(tensor: Tensor, source: int, lane: Lane) -> Callable[[], int]:
-    channel = _opened(lane, "broadcast", f"{tensor.dtype} {tensor.numel()} values of rank {source}, lossless")
-    return _counted(_into(tensor, lambda flat: lossless.begin_broadcast(flat, source, channel)), channel)
-
-
-def _opened(lane: Lane, name: str, description: str) -> Channel:
-    channel = lane.channel(Subject(name, description))
-    channel.begin_open()
-    return channel
-
-
-def _counted(complete: Callable[[], int], channel: Channel) -> Callable[[], int]:
-    return lambda: complete() + opening_bytes(channel.world_size)
+def _gather(own: Tensor, flat: Tensor, channel: Channel) -> Callable[[], int]:
+    flat[channel.rank * own.numel() :][: own.numel()] = own.reshape(-1)
+    return lossless.begin_all_gather(flat, channel)
 
 
 _FORWARDED = {

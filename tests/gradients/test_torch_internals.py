@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +18,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
+import thinwire
 from thinwire.gradients import torch_internals as internals
+from thinwire.gradients.sharded import layout, tables
+from thinwire.lab.testbed.launch import RankContext, run_ranks
 
 
 def test_a_backward_pass_has_a_number_and_calls_back_at_its_end() -> None:
@@ -90,12 +96,13 @@ def test_ddp_has_its_hooks_its_join_and_another_group() -> None:
         assert not internals.divides_by_initial_world_size(ddp)
         ddp(torch.ones(1, 2)).sum().backward()
     assert seen[0] is ddp
-    assert internals.can_update_process_group(ddp)
     internals.update_process_group(ddp, dist.new_group([0]))
     ddp(torch.ones(1, 2)).sum().backward()
     ddp.register_comm_hook(None, allreduce_hook)
     assert len(internals.comm_hooks(ddp)) == 1
     assert not internals.delays_all_reduces(ddp)
+    weights = [ddp.module.weight, ddp.module.bias]
+    assert internals.bucket_indices(ddp, weights) == [[0, 1]]
     before = ddp.reducer
     internals.renew_reducer(ddp)
     assert ddp.reducer is not before
@@ -235,3 +242,133 @@ def test_fsdp_says_in_what_dtype_and_order_it_reduces(name: str) -> None:
     assert torch.equal(torch.stack([piece.sum() for piece in pieces]), torch.stack(sums))
     kept = {source.sharded_param.grad.dtype for source in seen}
     assert kept == {internals.kept_dtype(source) for source in seen}
+
+
+class Without:
+    """What has a private name in this torch, as it is in one that does not have it."""
+
+    def __init__(self, owner: object, hidden: str) -> None:
+        self._owner, self._hidden = owner, hidden.split(".")[0]
+
+    def __getattr__(self, name: str) -> Any:
+        if name == self._hidden:
+            raise AttributeError(f"{type(self._owner).__name__!r} object has no attribute {name!r}", name=name)
+        return getattr(self._owner, name)
+
+
+class Tower(nn.Module):
+    """A table that stays with FSDP, and a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.last = nn.Embedding(20, 4), nn.Linear(4, 4)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.last(self.table(ids))
+
+
+def of_kind(kind: str) -> nn.Module:
+    from torch.distributed.fsdp import fully_shard
+
+    model = Tower()
+    if kind == "fsdp":
+        fully_shard(model.last)
+        return fully_shard(model)
+    return DistributedDataParallel(model) if kind == "ddp" else model
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("kind", ["plain", "ddp", "fsdp"])
+def test_attach_refuses_a_torch_without_a_name(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = of_kind(kind)
+    everything = list(internals.needed(model))
+    for place, (owner, names) in enumerate(everything):
+        for name in names.split():
+            hidden = [*everything[:place], (Without(owner, name), names), *everything[place + 1 :]]
+            monkeypatch.setattr(internals, "needed", lambda model, hidden=hidden: iter(hidden))
+            with pytest.raises(ValueError, match="attach does not know torch") as refused:
+                thinwire.attach(model)
+            told = str(refused.value)
+            assert torch.__version__ in told
+            assert repr(name.split(".")[0]) in told
+            assert f"install torch {internals.TESTED}" in told
+    monkeypatch.undo()
+    sync = thinwire.attach(model)
+    model(torch.ones(2, dtype=torch.int64)).sum().backward()
+    sync.detach()
+
+
+OWNERS = {"plain": (torch._C, "_current_graph_task_id"), "ddp": (DistributedDataParallel, "_ddp_init_helper")}
+
+
+def _refuse_before_anything_is_sent(context: RankContext, kind: str) -> str:
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    model = of_kind(kind)
+    owner, name = OWNERS.get(kind, (FSDPParamGroup, "lazy_init"))
+    stock = getattr(owner, name)
+    delattr(owner, name)
+    told = ""
+    try:
+        if context.rank == 0:  # alone: it would wait for the others if it sent anything
+            thinwire.attach(model)
+    except ValueError as error:
+        told = str(error)
+    setattr(owner, name, stock)
+    sync = thinwire.attach(model)
+    model(torch.ones(2, dtype=torch.int64)).sum().backward()
+    sync.detach()
+    return told
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("kind", ["plain", "ddp", "fsdp"])
+def test_it_refuses_before_anything_is_sent(kind: str) -> None:
+    told, nothing = run_ranks(_refuse_before_anything_is_sent, kind, world_size=2)
+    assert OWNERS.get(kind, (None, "lazy_init"))[1] in told.value
+    assert not nothing.value
+
+
+def test_a_lookup_whose_ids_have_another_name_is_not_followed() -> None:
+    assert internals.saved_indices(SimpleNamespace()) is None
+    assert internals.saved_indices(SimpleNamespace(_raw_saved_indices=SimpleNamespace(unpack_hook=None))) is None
+
+
+LATER = {
+    "_C": "itself in every torch",
+    "_fsdp_param_group": "read where there are no `_fsdp_param_groups`",
+    "_init_reduce_scatter_param_order": "called where `_reduce_scatter_param_indices` is",
+    "unsharded_accumulated_grad": "read where there is no `_take_unsharded_grads_to_reduce`",
+    "static_graph": "an argument of DDP's",
+    "size": "of process groups",
+}
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_every_name_that_is_read_is_looked_at_before() -> None:
+    """Else the first step of another torch would end in an AttributeError."""
+    known = {
+        part
+        for kind in ("ddp", "fsdp")
+        for _, names in internals.needed(of_kind(kind))
+        for part in names.replace(".", " ").split()
+    }
+    read = set(_read_of_torch(Path(internals.__file__), ("group", "source", "state", "ddp", "one", "other")))
+    for module in (layout, tables):
+        read |= {name for name in _read_of_torch(Path(module.__file__ or ""), ()) if not name.startswith("_")}
+    assert read - known - LATER.keys() == set()
+
+
+def _read_of_torch(path: Path, variables: tuple[str, ...]) -> Iterator[str]:
+    """Names that begin with an underscore; and any of these variables, and of ``x.group`` and ``x.source``."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and not node.attr.startswith("__"):
+            of = node.value
+            is_record = isinstance(of, ast.Attribute) and of.attr in ("group", "source")
+            if node.attr.startswith("_") or is_record or (isinstance(of, ast.Name) and of.id in variables):
+                yield node.attr
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in GETTERS:
+            yield from (part.value for part in node.args if isinstance(part, ast.Constant) and part.value[:1] == "_")
+
+
+GETTERS = ("attrgetter", "methodcaller")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -28,6 +29,7 @@ ROOMS = {
     "compress": {"errors", "observe", "kernels", "rows"},
     "plan": {"errors", "observe", "compress"},
     "fuse": {"plan"},
+    "deltas": {"errors", "kernels"},
     "tune": {"kernels", "rows", "comm", "sums"},
     "gradients": {"errors", "observe", "kernels", "rows", "comm", "sums", "compress", "plan", "tune"},
     "all_reduce": {"rows", "comm", "sums", "tune"},
@@ -254,3 +256,50 @@ def test_the_holder_runs_without_torch() -> None:
         "import thinwire.checkpoint.holder.daemon, thinwire.checkpoint.holder.server, thinwire.checkpoint.holder.start"
     )
     assert not {"torch", "numpy"} & found
+
+
+# Names of torch that are not public are read in these files, which other rooms ask; see the tables in them.
+OF_TORCH = {"comm/c10d.py", "gradients/torch_internals.py"}
+# What remains elsewhere, and why a torch without it hurts nobody.
+ELSEWHERE = {
+    "errors.py": {"_in_exchange", "_ranks_told"},  # its own, on exceptions of others
+    "observe/step.py": {
+        "_ExperimentalConfig",
+        "_call_end_callbacks_on_future",
+        "_is_profiler_enabled",
+    },  # no ranges then
+    "gradients/ddp.py": {"_dynamo"},  # in a message
+    "gradients/exact.py": {"_nnz"},  # in torch's manual of sparse tensors
+    "gradients/parameters.py": {"_nnz"},
+    "outer/loop.py": {"_nnz"},
+    "gradients/module.py": {
+        "_forward_pre_hooks",  # of every module
+        "_dmp_wrapped_module",  # TorchRec's
+        "_composable",  # asked of sys.modules
+        "_set_params_and_buffers_to_ignore_for_model",  # in a message
+    },
+    "gradients/passes.py": {"_forward_pre_hooks", "_modules"},  # of every module
+    "kernels/jit.py": {"_cache", "_rebuild"},  # numba's
+}
+STANDARD = {"_asdict", "_exit", "_getframe", "_replace"}
+
+
+DEFINES = re.compile(
+    r"(?:def |class |self\.|^ *)(_[a-z]\w*)(?=\(|\b.*=)|^ +(_[a-z]\w*): |\bas (_[a-z]\w*)", re.M | re.I
+)
+READS = re.compile(r"(?<=\.)_[a-z]\w*|(?<=\")_[a-z]\w*(?=\")", re.I)
+IMPORTS = re.compile(r"^ *from (?!thinwire)[\w.]+ import .*", re.M)
+
+
+def test_private_names_of_torch_stand_in_two_files() -> None:
+    """Those of the frameworks in `integrations`, and of what the laboratory measures, are theirs."""
+    texts = {str(path.relative_to(SOURCE)): path.read_text() for path in modules()}
+    own = {name for text in texts.values() for names in DEFINES.findall(text) for name in names} | STANDARD
+    found = {}
+    for path, text in texts.items():
+        imported = " ".join(IMPORTS.findall(text))
+        names = {*READS.findall(text), *re.findall(r"(?<=[ ,])_[a-z]\w*", imported, re.I)} - own
+        if names and path.split("/")[0] not in {"lab", "integrations"}:
+            found[path] = names
+    assert {path: names for path, names in found.items() if path not in OF_TORCH} == ELSEWHERE
+    assert found.keys() >= OF_TORCH

@@ -2,15 +2,18 @@
 
 | names of ``torch.distributed.distributed_c10d`` | known in torch |
 |---|---|
-| ``_get_object_coll_device``, ``_get_process_group_store``, ``_get_default_store`` | 2.13 |
-| ``_new_process_group_helper``, ``_world.pg_group_ranks`` | 2.13 |
-| ``_get_default_timeout``, ``_create_process_group_wrapper``, ``_DistributedBackendOptions`` | 2.13 |
-| of ``torch._C._dynamo.eval_frame``: ``set_code_exec_strategy`` and its types; ``_torchdynamo_disable`` | 2.13 |
+| ``_get_object_coll_device``, ``_get_process_group_store``, ``_get_default_store`` | 2.11 to 2.15 |
+| ``_new_process_group_helper``, ``_world.pg_group_ranks`` | 2.11 to 2.15 |
+| ``_get_backend``, ``_register_backend``, ``_set_default_backend`` of a group | 2.11 to 2.15 |
+| ``_set_default_timeout`` and ``options._timeout`` of a back end | 2.11 to 2.15 |
+| ``_get_default_timeout``, ``_create_process_group_wrapper``, ``_DistributedBackendOptions`` | 2.11 to 2.15 |
+| ``set_code_exec_strategy`` and its types of ``torch._C._dynamo.eval_frame``; ``_torchdynamo_disable`` | 2.11 to 2.15 |
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -20,6 +23,10 @@ from torch._C._distributed_c10d import _DistributedBackendOptions as BackEndOpti
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch.distributed import distributed_c10d
 
+NEEDED = """
+    _get_object_coll_device _get_process_group_store _get_default_store _new_process_group_helper _world.pg_group_ranks
+    _get_default_timeout"""
+"""Those that every group of ours needs."""
 F = TypeVar("F", bound=Callable[..., Any])
 _NEVER = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)  # nor what it calls
 
@@ -51,6 +58,48 @@ def gloo_group(name: str, ranks: Sequence[int], timeout: timedelta) -> dist.Proc
     return group
 
 
+def unregistered_group(store: dist.Store, ranks: Sequence[int], rank: int, timeout: timedelta) -> dist.ProcessGroup:
+    """Make a Gloo group of global ranks, of which each calls it, that torch does not know, so that it may end any time.
+
+    Args:
+        rank: index of this rank in ``ranks``.
+    """
+    group = dist.ProcessGroup(store, rank, len(ranks))
+    add_back_end(group, "cpu", dist.ProcessGroup.BackendType.GLOO, gloo_back_end(store, ranks, rank, timeout))
+    return group
+
+
+def gloo_back_end(store: dist.Store, ranks: Sequence[int], rank: int, timeout: timedelta, name: str = "") -> Any:
+    """Connect these ranks by Gloo."""
+    gloo = dist.ProcessGroupGloo(store, rank, len(ranks), timeout)
+    gloo.options.global_ranks_in_group, gloo.options.group_name = list(ranks), name  # type: ignore
+    return gloo
+
+
+def add_back_end(group: Any, device: str, kind: Any, back_end: Any) -> None:
+    """Let a back end do what a group is asked for on a device, and where the caller names none."""
+    group._register_backend(torch.device(device), kind, back_end)
+    group._set_default_backend(kind)
+
+
+def back_end_of(group: dist.ProcessGroup, device: str = "cpu") -> Any:
+    """Return the back end of a group for a device; RuntimeError if it has none."""
+    return group._get_backend(torch.device(device))
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+    """Return the timeout that the group was made with, or None, for torch's default, if this torch hides it."""
+    for device in ("cpu", "cuda"):  # a group of NCCL has no part for the CPU
+        with suppress(AttributeError, RuntimeError):
+            return back_end_of(group, device).options._timeout
+    return None
+
+
+def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    """Let later calls of a Gloo group wait for so long."""
+    back_end_of(group)._set_default_timeout(timeout)
+
+
 def default_timeout() -> timedelta:
     """Return the timeout of groups of Gloo that are made without one."""
     return distributed_c10d._get_default_timeout(dist.Backend.GLOO)  # type: ignore[arg-type]
@@ -58,14 +107,8 @@ def default_timeout() -> timedelta:
 
 def checked(back_end: Any, store: dist.Store, made: BackEndOptions) -> Any:
     """Return a back end that compares the calls of ranks, as under ``TORCH_DISTRIBUTED_DEBUG=DETAIL``."""
-    return distributed_c10d._create_process_group_wrapper(
-        wrapped_pg=back_end,
-        store_prefix=made.group_id,
-        store=store,
-        rank=made.group_rank,
-        world_size=made.group_size,
-        timeout=made.timeout,
-    )
+    met = made.group_id, store, made.group_rank, made.group_size, made.timeout
+    return distributed_c10d._create_process_group_wrapper(back_end, *met)
 
 
 def never_compiled(function: F) -> F:

@@ -33,7 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.futures import Future
 
 from thinwire.comm.agree import gather_records
-from thinwire.comm.c10d import device_of, gloo_group, store_of
+from thinwire.comm.c10d import device_of, gloo_group, store_of, timeout_of
 from thinwire.comm.channel import Channel, Subject
 from thinwire.comm.connections import Connected, PrivateGroup, between, connected, dead, listens_at, packed_ends
 from thinwire.comm.hosts import discover
@@ -272,14 +272,6 @@ def cloned(store: dist.Store) -> dist.Store | None:
         return beside("thinwire-store", lambda: store.clone()).result(STORE_SECONDS)  # type: ignore[attr-defined]
     except (TimeoutError, dist.DistNetworkError):
         return None
-
-
-def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
-    """Return the timeout that the group was made with, or None, for torch's default, if this torch hides it."""
-    for device in ("cpu", "cuda"):  # a group of NCCL has no part for the CPU
-        with contextlib.suppress(AttributeError, RuntimeError):
-            return group._get_backend(torch.device(device)).options._timeout
-    return None
 
 
 _running: WeakSet[Lane] = WeakSet()

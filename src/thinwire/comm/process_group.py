@@ -35,6 +35,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+from thinwire.comm.c10d import back_end_of
 from thinwire.errors import CorruptHeaderError, LostPeerError
 from thinwire.observe.step import named
 from thinwire.rows.formats import ring_all_reduce_bytes
@@ -490,7 +491,7 @@ def _of(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 def _global_ranks_of(process_group: dist.ProcessGroup) -> list[int]:
     with contextlib.suppress(KeyError):  # torch has not registered it
         return dist.get_process_group_ranks(process_group)
-    return list(process_group._get_backend(torch.device("cpu")).options.global_ranks_in_group)
+    return list(back_end_of(process_group).options.global_ranks_in_group)
 
 
 def _nothing(reason: str, error: BaseException | None = None) -> None:
@@ -511,8 +512,8 @@ def sparse_all_reduce_bytes(held: Sequence[int], rank: int, row_bytes: int, num_
     return num_tensors * (len(held) - 1) * _SPARSE_METADATA_BYTES + passed_on * (8 + row_bytes)
 
 
-class DeviceEvent(Protocol):
-    """A recorded point in the work of a device stream."""
+DeviceEvent = torch.cuda.Event
+"""A recorded point in the work of a device stream."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,7 +6,6 @@ and is only watched: a hook in Python costs, even if it does no more than DDP do
 one machine cost 7.7 ms by torch's own `allreduce_hook`, and 5.8 ms without one.
 """
 
-import inspect
 import logging
 import time
 import warnings
@@ -71,36 +70,27 @@ def are_same(buckets: Sequence[Sequence[str]], groups: Sequence[Sequence[str]]) 
 def expected_buckets(model: DistributedDataParallel, groups: Groups) -> Groups:
     """Return the buckets that DDP forms of the parameters in the groups, once it has seen one backward pass."""
     names = [name for group in groups for name in group]
-    if _stays(model):
+    if keeps_buckets(model):
         known = set(names)
         names = [name for name, _ in model.module.named_parameters() if name in known]
     tensors: list[Tensor] = [model.module.get_parameter(name) for name in names]
-    if not tensors:
-        return ()
-    indices, _ = dist._compute_bucket_assignment_by_size(tensors, _caps_bytes(model), [False] * len(tensors))
+    indices = internals.bucket_indices(model, tensors) if tensors else ()
     return tuple(tuple(names[index] for index in bucket) for bucket in indices)
 
 
-def _caps_bytes(model: DistributedDataParallel) -> list[int]:
-    """Return the caps that DDP passes on; per bucket since torch 2.11."""
-    if caps := list(getattr(model, "bucket_bytes_cap_list", ())):
-        return caps
-    first = dist._DEFAULT_FIRST_BUCKET_BYTES if model.bucket_bytes_cap_default else model.bucket_bytes_cap
-    return [first, model.bucket_bytes_cap]
-
-
 def _how(model: DistributedDataParallel) -> str:
-    plain = "attach the plain module, whose groups follow any plan"
-    if "bucket_cap_mb_list" not in inspect.signature(DistributedDataParallel.__init__).parameters:
-        return f"this torch has no DistributedDataParallel(bucket_cap_mb_list=...), so {plain}"
-    unused = " and without find_unused_parameters, under which they follow no plan" if _stays(model) else ""
+    unused = " and without find_unused_parameters, under which they follow no plan" if keeps_buckets(model) else ""
     return (
-        f"build it as DistributedDataParallel(model, bucket_cap_mb_list=plan.bucket_cap_mb_list()){unused}; or {plain}"
+        f"build it as DistributedDataParallel(model, bucket_cap_mb_list=plan.bucket_cap_mb_list()){unused}; or attach"
+        " the plain module, whose groups follow any plan"
     )
 
 
-def _stays(model: DistributedDataParallel) -> bool:
-    """Return whether buckets keep their first form, in the order of registration."""
+def keeps_buckets(model: Any) -> bool:
+    """Return whether a DDP model keeps its buckets in their first form, in the order of registration.
+
+    Its all-reduces cannot go through another group: ``model.join()`` sends a part of them through the model's own.
+    """
     return bool(model.find_unused_parameters) and not model.static_graph
 
 
@@ -124,7 +114,7 @@ class _Dispatcher:
     A copy of the model, which has a reducer of its own and no hook in it, carries torch's `allreduce_hook` on its list.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup) -> None:
+    def __init__(self, process_group: Any) -> None:
         self.__name__ = self.__qualname__ = "thinwire"  # DDP reads both
         self.process_group = process_group
         self.target: OnBucket | None = None
@@ -160,9 +150,7 @@ def install(ddp: DistributedDataParallel, target: OnBucket) -> None:
         ValueError: thinwire is attached to this model already, or another communication hook is registered.
     """
     if ddp not in _dispatchers:
-        process_group = ddp.process_group
-        assert isinstance(process_group, dist.ProcessGroup)
-        dispatcher = _Dispatcher(process_group)
+        dispatcher = _Dispatcher(ddp.process_group)
         try:
             ddp.register_comm_hook(None, dispatcher)
         except RuntimeError as error:
@@ -449,15 +437,6 @@ def is_joining(model: nn.Module | None) -> bool:
     return bool(getattr(getattr(model, internals.JOIN_CONFIG, None), "enable", False))
 
 
-def can_move(model: nn.Module) -> bool:
-    """Return whether the all-reduces of a DDP model may go through another group of the same ranks.
-
-    With unused parameters, ``model.join()`` all-reduces a part of them through the group of the model itself.
-    """
-    assert isinstance(model, DistributedDataParallel)
-    return not _stays(model) and internals.can_update_process_group(model)
-
-
 class LeftToDdp(_PlugOfDdp):
     """The plug of a DDP model left to DDP: it detects the end of backward passes, and counts the bytes that DDP sends.
 
@@ -489,7 +468,7 @@ class LeftToDdp(_PlugOfDdp):
         self._seen: DdpPlug | None = None
         self._is_observed = self._sums_rows = self._is_stale = False
         self._since: float | None = None  # end of computing in the running backward
-        self._use_group()
+        self._use_group(native.process_group)
         sparse = {id(weight) for weight in sparse_tables_of(model.module)}
         trained = [parameter for _, parameter in synchronized_parameters(model) if parameter.requires_grad]
         self._num_bytes = sum(parameter.nbytes for parameter in trained if id(parameter) not in sparse)
@@ -515,7 +494,7 @@ class LeftToDdp(_PlugOfDdp):
             model = self._model
             before = model.reducer
             if renew(model) and model.reducer is not before:
-                self._use_group()
+                self._use_group(self._native.process_group)
                 model.reducer.prepare_for_forward()  # DDP has done that with the other one
 
     def _settle(self) -> None:
@@ -529,10 +508,10 @@ class LeftToDdp(_PlugOfDdp):
             self._seen = None
             self._add_hooks()
 
-    def _use_group(self) -> None:
-        """Have DDP send its buckets through the group that hangs up."""
+    def _use_group(self, group: Any) -> None:
+        """Have DDP send its buckets through its own group, or through that which hangs up, if it is another."""
         if self._native.process_group != self._model.process_group:
-            internals.update_process_group(self._model, self._native.process_group)
+            internals.update_process_group(self._model, group)
 
     def _add_hooks(self) -> None:
         trained = [parameter for _, parameter in synchronized_parameters(self._model) if parameter.requires_grad]
@@ -561,9 +540,7 @@ class LeftToDdp(_PlugOfDdp):
 
     def remove(self) -> None:
         self._remove_hooks()
-        if self._native.process_group != self._model.process_group:
-            assert isinstance(self._model.process_group, dist.ProcessGroup)
-            internals.update_process_group(self._model, self._model.process_group)
+        self._use_group(self._model.process_group)
         if self._seen is not None:
             self._seen.remove()
 

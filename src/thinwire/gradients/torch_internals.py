@@ -1,36 +1,25 @@
 """Names of torch that are not public, and that `thinwire.gradients` needs: each is read here and nowhere else.
 
-One test each, in ``tests/gradients/test_torch_internals.py``, says that this torch has the name, and that it is what is
-said here. ``thinwire.comm.c10d`` has the names of process groups. Names in torch's manual of sparse tensors
-(``_indices``) are not among them. What every gradient needs is another name of torch's own function, without a call
-around it.
+`check_names` looks at all that a model needs before anything is sent; `thinwire.comm.c10d` has the names of process
+groups. One test each, in ``tests/gradients/test_torch_internals.py``, says that a name is what it is taken for here.
+Names in torch's manual of sparse tensors (``_indices``) are not among them. What every gradient needs is another name
+of torch's own function, without a call around it.
+
+All versions in `TESTED` have the names that `needed` yields. Done without, where they are missing:
 
 | names | of | known in torch |
 |---|---|---|
-| ``torch._C._current_graph_task_id``, ``Variable._execution_engine.queue_callback`` | autograd's engine | 2.13 |
-| ``_engine_run_backward``, a function of ``torch.autograd.graph`` | the same | 2.13 |
-| ``Node._raw_saved_indices``, ``_saved_indices`` | the node of a lookup | 2.13 |
-| ``_version``, ``_backward_hooks``, ``_post_accumulate_grad_hooks`` | tensors | 2.13 |
-| ``_comm_hooks``, ``_join_config``, ``_divide_by_initial_world_size``, ``_get_active_ddp_module`` | DDP | 2.13 |
-| ``_delay_all_reduce_params``, ``_build_params_for_reducer``, ``_build_debug_param_to_name_mapping`` | DDP | 2.13 |
-| ``_ddp_init_helper``, ``require_backward_grad_sync``, ``require_forward_param_sync`` | DDP | 2.13 |
-| ``Reducer._update_process_group`` | DDP; done without where it is missing | 2.13 |
-| ``_get_fsdp_state``, and ``_fsdp_param_groups``, before 2.12 ``_fsdp_param_group`` | FSDP2 | 2.13 |
-| ``comm_ctx``, ``lazy_init``, ``_reset_sharded_params`` and ``_module_to_pre_*`` of a group | FSDP2 | 2.13 |
-| ``_is_root`` and ``_auto_reshard_after_forward`` of a state | FSDP2 | 2.13 |
-| ``_to_sharded``, ``_reduce_scatter_comm``, ``_unsharded_param``, ``_all_reduce_hook`` | FSDP2 | 2.13 |
-| ``_init_mp_dtypes``, ``_reduce_dtype`` of a group | FSDP2 | 2.13, 2.15 |
-| ``unsharded_grad_dtype``, ``sharded_grad_dtype`` of a parameter | FSDP2; done without | 2.15 |
-| ``_take_unsharded_grads_to_reduce``, ``_reduce_scatter_param_indices`` | FSDP2; done without | 2.15 |
-| ``mesh_info`` and ``post_forward_mesh_info`` of a group, and their class ``FSDPMeshInfo`` | FSDP2 | 2.13 |
-| ``DeviceMesh._flatten`` | meshes | 2.13 |
-
-Other versions that the package allows are not run by `make test`.
+| ``_divide_by_initial_world_size``, in ``join`` | DDP | 2.11 to 2.15 |
+| ``Node._raw_saved_indices``, ``_saved_indices`` | the node of a lookup; gradients are scanned without | 2.11 to 2.15 |
+| ``_fsdp_param_groups`` of a state | FSDP2; before it ``_fsdp_param_group`` | 2.12 to 2.15 |
+| ``_unsharded_param`` of a parameter, once it was gathered | FSDP2 | 2.11 to 2.15 |
+| ``unsharded_grad_dtype``, ``sharded_grad_dtype`` of a parameter | FSDP2 | 2.15 |
+| ``_take_unsharded_grads_to_reduce``, ``_reduce_scatter_param_indices`` | FSDP2 | 2.15 |
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from functools import reduce
 from operator import attrgetter, methodcaller
@@ -43,15 +32,16 @@ from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
+from thinwire.comm.c10d import NEEDED
+from thinwire.gradients.module import is_sharded
+
 ENGINE_FRAME = "_engine_run_backward"
 """Name of the function of torch that calls autograd's engine."""
-
-
 JOIN_CONFIG = "_join_config"
 """Attribute of a DDP model whose ``enable`` says that ranks may run out of data before others."""
-graph_task = torch._C._current_graph_task_id
+graph_task: Any = getattr(torch._C, "_current_graph_task_id", None)
 """Return the number of the backward pass that runs on this thread, or -1 outside of any."""
-at_end_of_backward = Variable._execution_engine.queue_callback
+at_end_of_backward: Any = getattr(Variable._execution_engine, "queue_callback", None)
 """Call a function at the end of the running backward pass; RuntimeError if none runs. An exception drops it."""
 version: Callable[[Tensor], int] = attrgetter("_version")
 """Return how often a tensor was written to in place."""
@@ -61,35 +51,37 @@ hooks_after: Callable[[Tensor], Mapping[int, object] | None] = attrgetter("_post
 """Return the hooks that run after a gradient was accumulated, by the number of their handle."""
 comm_hooks: Callable[[DistributedDataParallel], Sequence[object]] = attrgetter("_comm_hooks")
 """Return the communication hooks that were registered."""
+delays_all_reduces: Callable[[DistributedDataParallel], Sequence[object]] = attrgetter("_delay_all_reduce_params")
+"""Return the parameters that a hook of DDP's own all-reduces after its last bucket."""
 fsdp_state = methodcaller("_get_fsdp_state")
 """Return FSDP's state of a module that `fully_shard` was called on."""
 local_shard: Callable[[Any], Tensor] = methodcaller("to_local")
 """Return this rank's part of a DTensor, through which its gradient flows back."""
 to_sharded = methodcaller("_to_sharded")
 """Let FSDP give up the whole parameters of a group that an evaluation or a failed pass has left."""
+all_reduce_hook = attrgetter("_all_reduce_hook")
+"""Return the hook that FSDP calls after its all-reduce, or None."""
 reduce_scatter_of = attrgetter("_reduce_scatter_comm")
 """Return what reduces the gradients of a group of FSDP's."""
 
 
 def saved_indices(lookup: Any) -> Tensor | None:
-    """Return the ids that the node of a lookup has saved; None if reading them would run a checkpoint again."""
-    saved = lookup._raw_saved_indices
-    return lookup._saved_indices if getattr(saved, "unpack_hook", saved) is None else None
+    """Return the ids that the node of a lookup has saved; None if reading them would run a checkpoint again.
+
+    And of a torch in which they have other names.
+    """
+    saved = getattr(lookup, "_raw_saved_indices", lookup)
+    return getattr(lookup, "_saved_indices", None) if getattr(saved, "unpack_hook", saved) is None else None
 
 
 def divides_by_initial_world_size(ddp: DistributedDataParallel) -> bool:
-    """Return whether ``join`` divides by all ranks, and not by those that have data left."""
-    return bool(ddp._divide_by_initial_world_size)
+    """Return whether ``join``, in which this is called, divides by all ranks, and not by those that have data left."""
+    return getattr(ddp, "_divide_by_initial_world_size", False)
 
 
 def active_ddp() -> DistributedDataParallel | None:
     """Return the DDP model whose forward runs."""
     return DistributedDataParallel._get_active_ddp_module()  # type: ignore[return-value]
-
-
-def delays_all_reduces(ddp: DistributedDataParallel) -> bool:
-    """Return whether some parameters are all-reduced by a hook of DDP's own after its last bucket."""
-    return bool(getattr(ddp, "_delay_all_reduce_params", None))
 
 
 def renew_reducer(ddp: DistributedDataParallel) -> None:
@@ -100,12 +92,14 @@ def renew_reducer(ddp: DistributedDataParallel) -> None:
     ddp._ddp_init_helper(parameters, expect_sparse, names, ddp.static_graph)
 
 
-def can_update_process_group(ddp: DistributedDataParallel) -> bool:
-    """Return whether this torch has `update_process_group`."""
-    return hasattr(ddp.reducer, "_update_process_group")
+def bucket_indices(ddp: Any, tensors: list[Tensor]) -> list[list[int]]:
+    """Return which of these gradients, in the order in which they become ready, DDP puts into one bucket each."""
+    first = dist._DEFAULT_FIRST_BUCKET_BYTES if ddp.bucket_bytes_cap_default else ddp.bucket_bytes_cap
+    caps = ddp.bucket_bytes_cap_list or [first, ddp.bucket_bytes_cap]
+    return dist._compute_bucket_assignment_by_size(tensors, caps, [False] * len(tensors))[0]
 
 
-def update_process_group(ddp: DistributedDataParallel, group: dist.ProcessGroup) -> None:
+def update_process_group(ddp: DistributedDataParallel, group: Any) -> None:
     """Let a DDP model all-reduce its buckets in another group of the same ranks."""
     ddp.reducer._update_process_group(group)
 
@@ -113,9 +107,8 @@ def update_process_group(ddp: DistributedDataParallel, group: dist.ProcessGroup)
 def parameter_groups(module: nn.Module) -> list[Any]:
     """Return FSDP's parameter groups of a module that `fully_shard` was called on."""
     state = fsdp_state(module)
-    groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.12 has several of a module
-    own = (state._fsdp_param_group,) if groups is None else groups
-    return [group for group in own if group is not None]
+    own = getattr(state, "_fsdp_param_groups", None)  # torch 2.12 has several of a module
+    return [group for group in ([state._fsdp_param_group] if own is None else own) if group is not None]
 
 
 def parameter_groups_of(state: Any) -> list[Any]:
@@ -134,10 +127,7 @@ def begin_again(group: Any, other: Any) -> None:
     if hasattr(other.comm_ctx, "device_handle"):  # it was used
         group.comm_ctx = other.comm_ctx
         group._reset_sharded_params = False
-        for hooks in (
-            group._module_to_pre_save_state_dict_hook_handle,
-            group._module_to_pre_load_state_dict_hook_handle,
-        ):
+        for hooks in attrgetter(*_STATE_DICT_HOOKS.split())(group):
             for handle in hooks.values():  # lazy_init registers none beside others
                 handle.remove()
             hooks.clear()
@@ -158,9 +148,8 @@ def reduced_dtype(group: Any) -> torch.dtype:
     widest ``grad_dtype`` of the parameters in torch 2.15, and before that the dtype of computation.
     """
     group._init_mp_dtypes()
-    settled: torch.dtype | None = group._reduce_dtype
-    if settled is not None:
-        return settled
+    if group._reduce_dtype is not None:
+        return group._reduce_dtype
     sources = [one for one in group.fsdp_params if one.sharded_param.requires_grad] or group.fsdp_params
     dtypes = (getattr(one, "unsharded_grad_dtype", None) or one.param_dtype or one.orig_dtype for one in sources)
     return reduce(torch.promote_types, dtypes)
@@ -201,21 +190,13 @@ def watch_reductions(group: Any, reduces: Callable[[Sequence[Any]], object]) -> 
 def _is_reduced_next(source: Any, with_zeros: bool) -> bool:
     """Return whether FSDP has a gradient to reduce next, of this backward pass or of earlier ones, or zeros."""
     whole = getattr(source, "_unsharded_param", None)  # not before it was gathered first
-    if whole is None:
-        return False
-    has_gradient = source.unsharded_accumulated_grad is not None or whole.grad is not None
-    return has_gradient or (with_zeros and whole.requires_grad)
+    has_gradient = whole is not None and (source.unsharded_accumulated_grad is not None or whole.grad is not None)
+    return has_gradient or (with_zeros and whole is not None and whole.requires_grad)
 
 
 def gathers_again(state: Any, group: Any) -> bool:
     """Return whether FSDP gathers a group's parameters in backward too: not those of the root, if nobody says so."""
-    is_kept = state._is_root and state._auto_reshard_after_forward
-    return group.post_forward_mesh_info is not None and not is_kept
-
-
-def all_reduce_hook(group: Any) -> object:
-    """Return the hook that FSDP calls after its all-reduce, or None."""
-    return getattr(group, "_all_reduce_hook", None)
+    return group.post_forward_mesh_info is not None and not (state._is_root and state._auto_reshard_after_forward)
 
 
 def set_reduce_scatter(group: Any, comm: Any) -> None:
@@ -245,3 +226,49 @@ def without_synchronization(ddp: DistributedDataParallel) -> Callable[[], None]:
 
     synchronize(False)
     return synchronize
+
+
+TESTED = "2.11 to 2.15"
+"""Versions of torch of which `make test-torches` runs the oldest and the newest."""
+_DDP = """
+    _comm_hooks _join_config _get_active_ddp_module _build_params_for_reducer _build_debug_param_to_name_mapping
+    _ddp_init_helper require_backward_grad_sync require_forward_param_sync parameters_to_ignore mixed_precision logger
+    reducer.prepare_for_forward reducer.prepare_for_backward reducer._update_process_group _delay_all_reduce_params
+    bucket_bytes_cap bucket_bytes_cap_default bucket_bytes_cap_list"""
+_STATE_DICT_HOOKS = "_module_to_pre_save_state_dict_hook_handle _module_to_pre_load_state_dict_hook_handle"
+_GROUPS = f"""{_STATE_DICT_HOOKS}
+    _to_sharded _init_mp_dtypes _reduce_scatter_comm _all_reduce_hook _reset_sharded_params lazy_init comm_ctx device
+    fsdp_params post_backward mesh_info.mesh._flatten mesh_info.shard_mesh_dim mesh_info.replicate_mesh_dim reduce_grads
+    post_forward_mesh_info all_reduce_grads gradient_divide_factor"""
+_PARAMETERS = "sharded_param sharded_size padded_sharded_param_size offload_to_cpu orig_dtype param_dtype"
+
+
+def needed(model: nn.Module) -> Iterator[tuple[object, str]]:
+    """Yield what has private names that a model needs, and the names; what later ones need of earlier ones is there."""
+    yield dist.distributed_c10d, NEEDED
+    yield torch._C, "_current_graph_task_id"
+    yield torch.autograd, f"Variable._execution_engine.queue_callback graph.{ENGINE_FRAME}"
+    yield Tensor, "_version _backward_hooks _post_accumulate_grad_hooks"
+    if isinstance(model, DistributedDataParallel):
+        yield dist, "_compute_bucket_assignment_by_size _DEFAULT_FIRST_BUCKET_BYTES"
+        yield model, _DDP
+    for module in filter(is_sharded, model.modules()):
+        yield module, "_get_fsdp_state"
+        yield fsdp_state(module), "_is_root _auto_reshard_after_forward"
+        for group in parameter_groups(module):
+            yield group, _GROUPS
+            group._init_mp_dtypes()
+            yield group, "_reduce_dtype"
+            yield group.fsdp_params[0], _PARAMETERS
+
+
+def check_names(model: nn.Module) -> None:
+    """Raise ValueError for a private name that this torch does not have; on every rank, as all have one torch."""
+    try:
+        for owner, names in needed(model):
+            attrgetter(*names.split())(owner)
+    except AttributeError as error:
+        raise ValueError(
+            f"attach does not know torch {torch.__version__}, in which {error}: install torch {TESTED}, or train"
+            ' without attach, under init_process_group("thinwire")'
+        ) from error

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
-from thinwire.comm.c10d import default_store
+from thinwire.comm.c10d import default_store, set_timeout, unregistered_group
 from thinwire.comm.channel import Draft, Subject
 from thinwire.comm.connections import PrivateGroup
 from thinwire.comm.lane import EXIT_SECONDS, Lane, beside
@@ -54,7 +54,6 @@ _MAX_BYTES = 1 << 20
 _GENERATION = "generation"
 _ENDED = "ended"
 _NOTHING = "nothing of thinwire"
-_CPU = torch.device("cpu")
 _groups_seen: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
 
 logger = logging.getLogger("thinwire")
@@ -287,7 +286,7 @@ class Members:
             lane, without = None, frozenset[int]()
             try:
                 group = PrivateGroup(self._make_group)
-                group.process_group._get_backend(_CPU)._set_default_timeout(self._exchange_timeout)  # type: ignore[attr-defined]
+                set_timeout(group.process_group, self._exchange_timeout)
                 lane = Lane(group, self._exchange_timeout, self._staging)
                 self.watch(lane)
                 lane.submit(lambda lane: self._open(lane, done())).wait()
@@ -321,12 +320,7 @@ class Members:
         index, limit = ranks.index(self.rank), min(self._exchange_timeout, timedelta(seconds=seconds))
         self._wait_until_ready(number)
         store = dist.PrefixStore(f"group {number}", self._store)
-        group = dist.ProcessGroup(store, index, len(ranks))
-        group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-        backend = dist.ProcessGroupGloo(store, index, len(ranks), timeout=limit)
-        backend.options.global_ranks_in_group = ranks
-        group._register_backend(_CPU, dist.ProcessGroup.BackendType.GLOO, backend)
-        return group
+        return unregistered_group(store, ranks, index, limit)
 
     def _wait_until_ready(self, number: int) -> None:
         """Wait until all ranks are about to connect, if they give signs of life: Gloo would wait long for one that died

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.comm.agree import gather_bytes
@@ -44,7 +43,7 @@ class Gradients:
             for module in model.modules()
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
         }
-        self._norms = [(name, module) for name, module in model.named_modules() if isinstance(module, _NormBase)]
+        self._norms = [(name, one) for name, one in model.named_modules() if hasattr(one, "track_running_stats")]
         for name, parameter in model.named_parameters():
             if hasattr(parameter, "device_mesh") or not parameter.is_floating_point():
                 kind = f"{type(parameter).__name__} of {parameter.dtype}"

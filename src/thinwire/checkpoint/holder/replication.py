@@ -229,8 +229,8 @@ class Replicator:
     def _counts(self) -> tuple[int, float]:
         """Bytes acknowledged, and seconds in which some were on their way, over all connections so far."""
         connection, (num_bytes, seconds) = self._connection, self._earlier_counts
-        now = (0, 0.0) if connection is None else connection.tcp_counts
-        return num_bytes + now[0], seconds + now[1]
+        more_bytes, more_seconds, _ = (0, 0.0, 0.0) if connection is None else connection.tcp_counts
+        return num_bytes + more_bytes, seconds + more_seconds
 
     def bytes_per_second(self) -> float | None:
         """Return the speed over the last versions, while bytes were on their way; None before the first one."""
@@ -247,7 +247,7 @@ class Replicator:
         (acknowledged, seconds), rate = self._counts(), self.bytes_per_second()
         return {
             "connected": self._connection is not None,
-            "latency_seconds": self._connection.latency_seconds if self._connection is not None else 0.0,
+            "latency_seconds": self._connection.tcp_counts[2] if self._connection is not None else 0.0,
             "bytes_sent": self.bytes_sent,
             "bytes_unchanged": self.bytes_unchanged,
             "bytes_acknowledged": acknowledged,

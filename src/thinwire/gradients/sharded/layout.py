@@ -163,8 +163,13 @@ class Sharding:
         Raises:
             ValueError: a layout that cannot be synchronized; the message says what to do.
         """
-        groups = _groups_of(model)
+        modules = filter(is_sharded, model.modules())
+        groups = {id(group): group for module in modules for group in internals.parameter_groups(module)}.values()
         for group in groups:
+            if isinstance(getattr(group.mesh_info, "replicate_process_group", None), Replicas):
+                raise ValueError(
+                    "thinwire is attached to a part of this model already: call detach() on its Synchronizer"
+                )
             internals.to_sharded(group)  # after an evaluation, or a failed pass, modules may have whole parameters
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         tables = {id(weight) for weight in tables_of(model)}
@@ -176,6 +181,10 @@ class Sharding:
                 key = id(source.sharded_param)
                 num_bytes = math.prod(source.padded_sharded_param_size) * source.sharded_param.element_size()
                 shards.append(LocalShard(names[key], source, key in tables and num_bytes >= MIN_TABLE_BYTES))
+                if source.sharded_param.is_meta:
+                    raise ValueError(
+                        f"parameter {names[key]!r} is on the meta device and has no values yet: see Module.to_empty()"
+                    )
                 if key in sparse:
                     raise ValueError(
                         f"{names[key]!r} gets sparse gradients, which FSDP cannot reduce: shard the model with"
@@ -184,7 +193,6 @@ class Sharding:
             meshes.setdefault(group.mesh_info.mesh, []).append(ParameterGroup(group, shards))
         if not meshes:
             raise ValueError("fully_shard left all parameters out: attach the model without it")
-        _check([unit for units in meshes.values() for unit in units])
         largest = max(meshes, key=lambda mesh: mesh.size())
         return cls(meshes.pop(largest), [cls(units) for units in meshes.values()])
 
@@ -200,8 +208,7 @@ class Sharding:
 
     def group(self) -> dist.ProcessGroup:
         """Return all ranks of the mesh, which train on other data. The first call is collective."""
-        group: dist.ProcessGroup = internals.flattened(self.mesh).get_group()
-        return group
+        return internals.flattened(self.mesh).get_group()
 
     def dimension(self) -> dist.ProcessGroup:
         """Return the ranks among which thinwire sums: the replicas, or where there are none those with other shards."""
@@ -287,7 +294,12 @@ class Sharding:
 
 
 def sharding_of(model: nn.Module) -> Sharding | None:
-    """Return the layout of a model that `fully_shard` or `replicate` was called on, or None for any other."""
+    """Return the layout of a model that `fully_shard` or `replicate` was called on, or None for any other.
+
+    Raises:
+        ValueError: this torch does not have what thinwire needs of the model; or a layout that it does not synchronize.
+    """
+    internals.check_names(model)
     return Sharding.of(model) if is_sharded(model) else None
 
 
@@ -338,7 +350,7 @@ class ShardedHooks(ParameterHooks):
         self._stock = [(unit.group.mesh_info, internals.reduce_scatter_of(unit.group)) for unit in self._units]
         compresses = any(self._inside.compresses(shard.name) for unit in sharding.units for shard in unit.shards)
         for unit, one in on.items():
-            unit.watch(self._enter)
+            unit.watch(self._begin)
             own = inside.get(one)
             if one is sharding and self._replicas is not None:
                 unit.group.mesh_info = info = copy(unit.group.mesh_info)
@@ -406,9 +418,6 @@ class ShardedHooks(ParameterHooks):
             unit.release()
             unit.group.mesh_info = info
             internals.set_reduce_scatter(unit.group, comm)
-
-    def _enter(self) -> None:
-        self._begin()
 
     def _average(self, unit: ParameterGroup, flat: Tensor, op: Any) -> None:
         """Average a flat tensor of shards over their replicas, in place, or sum it if FSDP asks for that."""
@@ -590,30 +599,6 @@ def embedding_tables(model: nn.Module) -> set[nn.Parameter]:
     num_bytes = sum(table.numel() * table.element_size() for table in tables)
     logger.info("left out of sharding: %s, %.1f MB on each rank", ", ".join(names) or "nothing", num_bytes / 1e6)
     return tables
-
-
-def _groups_of(model: nn.Module) -> list[Any]:
-    """Return FSDP's parameter groups, each once."""
-    modules = filter(is_sharded, model.modules())
-    groups = {id(group): group for module in modules for group in internals.parameter_groups(module)}
-    needed = ("fsdp_params", "mesh_info", "post_backward", "reduce_grads", "all_reduce_grads", "_to_sharded")
-    missing = [name for group in groups.values() for name in needed if not hasattr(group, name)]
-    if missing:
-        raise ValueError(
-            f"this torch has FSDP parameter groups without {missing[0]}: thinwire was tested with torch 2.13"
-        )
-    return list(groups.values())
-
-
-def _check(units: Sequence[ParameterGroup]) -> None:
-    for unit in units:
-        if isinstance(getattr(unit.group.mesh_info, "replicate_process_group", None), Replicas):
-            raise ValueError("thinwire is attached to a part of this model already: call detach() on its Synchronizer")
-        for shard in unit.shards:
-            if shard.source.sharded_param.is_meta:
-                raise ValueError(
-                    f"parameter {shard.name!r} is on the meta device and has no values yet: see Module.to_empty()"
-                )
 
 
 def _whole(shard: LocalShard, world_size: int) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import platform
 import random
@@ -31,6 +32,17 @@ settings.register_profile(
     "thinwire", max_examples=EXAMPLES, deadline=None, derandomize=True, database=None, print_blob=True
 )
 settings.load_profile("thinwire")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """What is imported and collected is no garbage: to look for some takes each worker 5 s of 24."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture(autouse=True, scope="session")

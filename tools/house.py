@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import gc
 import io
 import json
 import os
@@ -66,7 +67,11 @@ def static_measures() -> dict[str, Any]:
     """What can be read from the sources."""
     modules = sources()
     texts = {name: path.read_text() for name, path in modules.items()}
-    trees = {name: ast.parse(text) for name, text in texts.items()}
+    gc.disable()  # half a million nodes, none of them garbage: 0.9 s with it off, and 3.3 s
+    try:
+        trees = {name: ast.parse(text) for name, text in texts.items()}
+    finally:
+        gc.enable()
     nodes = {name: list(ast.walk(tree)) for name, tree in trees.items()}
     lines = {name: text.count("\n") for name, text in texts.items()}
     folders = Counter(str(path.parent.relative_to(SOURCE)) for path in modules.values())
@@ -141,15 +146,30 @@ def _parameters(node: ast.AST, prefix: str, is_public: bool) -> Iterator[tuple[i
 
 
 def count_code(text: str, nodes: Iterable[ast.AST]) -> int:
-    """Return how many lines have code: no comment, docstring or string that stands alone, and no blank line."""
+    """Return how many lines have code: no comment, docstring or string that stands alone, and no blank line.
+
+    To read it as tokens takes ten times as long, and only a string that goes on in the next line, in code, needs that.
+    """
+    rows, alone, strings = text.split("\n"), [], []
+    for node in nodes:
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            alone.append(node)
+        elif isinstance(node, (ast.Constant, ast.JoinedStr)) and node.end_lineno != node.lineno:
+            strings.append(node)
+    prose = {number for node in alone for number in range(node.lineno, (node.end_lineno or 0) + 1)}
+    others = [rows[node.lineno - 1 : node.end_lineno] for node in strings if node.lineno not in prose]
+    if any(row.endswith("\\") or '"""' in row or "'''" in row for lines in others for row in lines):
+        return len(_lines_of_tokens(text) - prose)
+    return len({number for number, row in enumerate(rows, 1) if row.lstrip()[:1] not in ("", "#")} - prose)
+
+
+def _lines_of_tokens(text: str) -> set[int]:
+    """Return the lines with tokens of code, those of strings included."""
     lines: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type not in NO_CODE:
             lines.update(range(token.start[0], token.end[0] + 1))
-    for node in nodes:
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            lines.difference_update(range(node.lineno, (node.end_lineno or 0) + 1))
-    return len(lines)
+    return lines
 
 
 def bounds() -> dict[str, int]:

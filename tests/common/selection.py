@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from heapq import heapify, heappop, heappush
 from itertools import combinations
 from typing import Any
 from zlib import crc32
@@ -74,13 +75,22 @@ def covering(rows: Sequence[dict[str, Any]]) -> list[int]:
     >>> covering([{"a": a, "b": b, "c": c} for a in (0, 1) for b in (0, 1) for c in (0, 1)])
     [0, 3, 5, 6]
     """
-    pairs = [set(combinations(sorted(map(_value, row.items())), 2)) for row in rows]
-    missing = set().union(*pairs)
-    kept = []
+    numbers: dict[object, int] = {}
+    pairs = [
+        {numbers.setdefault(pair, len(numbers)) for pair in combinations(sorted(map(_value, row.items())), 2)}
+        for row in rows
+    ]
+    missing, kept = set(numbers.values()), []
+    heap = [(-len(new), number) for number, new in enumerate(pairs)]  # it may be fewer by now, and is never more
+    heapify(heap)
     while missing:
-        best = max(range(len(rows)), key=lambda number: len(pairs[number] & missing))
-        missing -= pairs[best]
-        kept.append(best)
+        most, best = heappop(heap)
+        new = len(pairs[best] & missing)
+        if new == -most:
+            missing -= pairs[best]
+            kept.append(best)
+        else:
+            heappush(heap, (-new, best))
     return sorted(kept)
 
 

@@ -9,6 +9,7 @@ import re
 import runpy
 from collections.abc import Iterator
 from fnmatch import fnmatch
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 
@@ -21,7 +22,7 @@ from thinwire.observe.step import ParameterRecord
 
 SOURCE = ROOT / "src" / "thinwire"
 DOCS = ROOT / "docs"
-TREES = {path: ast.parse(path.read_text()) for path in sorted(SOURCE.rglob("*.py"))}
+SOURCES = {path: path.read_text() for path in sorted(SOURCE.rglob("*.py"))}
 
 SET_FOR_CHILDREN = {"MASTER_PORT", "PYTHONPATH"}
 """Variables that thinwire only sets, for the processes that it starts."""
@@ -55,44 +56,58 @@ def test_every_page_is_in_the_navigation(site_pages: ModuleType) -> None:
 
 def test_every_environment_variable_is_documented() -> None:
     page = set(first_column("reference/environment.md"))
-    read = {name for tree in TREES.values() for name in _variables(tree)}
+    read = {name for text in SOURCES.values() if "os.environ" in text for name in _variables(text)}
     assert read - page - SET_FOR_CHILDREN == set()
     assert {name for name in page if name.startswith("THINWIRE_")} <= read, "documented, but nothing reads it"
 
 
-def _variables(tree: ast.Module) -> Iterator[str]:
+def _variables(source: str) -> Iterator[str]:
     """Names of variables in statements that use ``os.environ``, also by a constant."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.stmt) and not hasattr(node, "body") and "os.environ" in ast.unparse(node):
+    lines = source.split("\n")
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.If, ast.While)):
+            node = node.test
+        elif not isinstance(node, ast.stmt) or hasattr(node, "body"):
+            continue
+        if any("os.environ" in line for line in lines[node.lineno - 1 : node.end_lineno]):
             text = re.sub(r"((?:get|setdefault)\([^,()]+), '[^']*'\)", r"\1)", ast.unparse(node))  # without defaults
-            yield from re.findall(r"'([A-Z][A-Z0-9_]{3,})'", text)
-            for name in re.findall(r"\b_?[A-Z][A-Z0-9_]{3,}\b", re.sub(r"'[^']*'", "", text)):
-                yield from _constant(name)
-        elif isinstance(node, (ast.If, ast.While)) and "os.environ" in ast.unparse(node.test):
-            yield from re.findall(r"'([A-Z][A-Z0-9_]{3,})'", ast.unparse(node.test))
+            if "os.environ" in text:
+                yield from re.findall(r"'([A-Z][A-Z0-9_]{3,})'", text)
+                for name in re.findall(r"\b_?[A-Z][A-Z0-9_]{3,}\b", re.sub(r"'[^']*'", "", text)):
+                    yield from _constant(name)
 
 
-def _constant(name: str) -> Iterator[str]:
-    """The text that a constant of any module stands for."""
-    for tree in TREES.values():
-        for node in tree.body:
-            if isinstance(node, ast.Assign):
-                target, value = node.targets[0], node.value
-                pairs = [(target, value)]
-                if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
-                    pairs = list(zip(target.elts, value.elts, strict=True))
-                for left, right in pairs:
-                    if isinstance(left, ast.Name) and left.id == name and isinstance(right, ast.Constant):
-                        yield str(right.value)
+@cache
+def _constant(name: str) -> list[str]:
+    """The texts that a constant of any module stands for."""
+    defined = re.compile(rf"^(\w+, )*{name}\b.* = ", re.MULTILINE)
+    return [
+        value
+        for text in SOURCES.values()
+        if defined.search(text)
+        for node in ast.parse(text).body
+        if isinstance(node, ast.Assign)
+        for value in _values(node, name)
+    ]
+
+
+def _values(node: ast.Assign, name: str) -> Iterator[str]:
+    target, value = node.targets[0], node.value
+    pairs = [(target, value)]
+    if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+        pairs = list(zip(target.elts, value.elts, strict=True))
+    for left, right in pairs:
+        if isinstance(left, ast.Name) and left.id == name and isinstance(right, ast.Constant):
+            yield str(right.value)
 
 
 def test_every_statistic_is_documented() -> None:
     """The keys of dictionaries with slash names, outside of the benchmarks, which have pages of their own."""
     keys = {
         key.value
-        for path, tree in TREES.items()
-        if "lab" not in path.relative_to(SOURCE).parts
-        for node in ast.walk(tree)
+        for path, text in SOURCES.items()
+        if "lab" not in path.relative_to(SOURCE).parts and re.search(r'"[a-z]+/[a-z_]+"', text)
+        for node in ast.walk(ast.parse(text))
         if isinstance(node, ast.Dict)
         for key in node.keys
         if isinstance(key, ast.Constant) and isinstance(key.value, str) and re.fullmatch(r"[a-z]+/[a-z_]+", key.value)

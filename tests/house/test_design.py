@@ -8,6 +8,7 @@ import json
 import os
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 
@@ -52,12 +53,16 @@ def missing(text: str) -> list[str]:
 
 def _missing_files(text: str) -> Iterator[str]:
     """Python files that are not there: paths in the repository or in the package, or the bare name of a file."""
-    known = {path.name for folder in ("src", "tests", "tools", "benchmarks", "examples") for path in _files(folder)}
     text = re.sub(r"([\w/]*)\{([\w,]+)\}\.py", _spelled_out, text)
     for name in set(re.findall(r"(?<![\w./*-])[\w./-]*\w\.py\b|(?<=\*\*)[\w./-]*\w\.py\b", text)) - FOREIGN:
         there = any((folder / name).is_file() for folder in (ROOT, SOURCE.parent, SOURCE))
-        if not there and ("/" in name or name not in known):
+        if not there and ("/" in name or name not in _known_files()):
             yield name
+
+
+@cache
+def _known_files() -> set[str]:
+    return {path.name for folder in ("src", "tests", "tools", "benchmarks", "examples") for path in _files(folder)}
 
 
 def _spelled_out(braces: re.Match[str]) -> str:

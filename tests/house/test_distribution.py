@@ -89,6 +89,7 @@ def test_the_sdist_builds_the_wheel_of_the_sources(dist: Path, tmp_path: Path) -
     assert not [name for name in names if name.startswith((".venv", ".git/", "site/", "dist/"))]
 
 
+@pytest.mark.slow
 def test_metadata(dist: Path) -> None:
     (wheel,) = dist.glob("*.whl")
     metadata = _metadata(wheel)

@@ -99,8 +99,8 @@ def imports(tree: ast.AST, lazy: bool = False, typing: bool = False) -> Iterator
         elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             yield from imports(ast.Module(node.body, []), lazy, typing=True)
             yield from imports(ast.Module(node.orelse, []), lazy, typing)
-        else:
-            inside = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+        elif isinstance(node, (ast.stmt, ast.excepthandler, ast.match_case)):  # what is no expression: that has none
+            inside = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
             yield from imports(node, lazy or inside, typing)
 
 

@@ -2,12 +2,58 @@
 
 from __future__ import annotations
 
+import re
+import shlex
+import subprocess
+import sys
 from itertools import combinations, product
+from pathlib import Path
 
 import pytest
 
 from loops import for_each
 from selection import covering, spread
+
+ROOT = Path(__file__).parents[2]
+WHOLE = 5000  # items; of a run of less, the others are collected on the side
+
+FAMILIES = (
+    "agsparse", "column_split", "dense", "dense_ring", "omnireduce", "sparcml", "sparse_ps", "union_split", "zen",
+)  # fmt: skip
+IN_EVERY_RUN = {
+    "bits of each family of schemes": [
+        *(f"tests/sums/test_conformance.py::test_laws[{family}-" for family in FAMILIES),
+        "tests/sums/test_two_level.py::test_sums_bits_and_bytes[",
+        "tests/sums/test_lossless_sum.py::test_the_bits_of_a_sum_in_rank_order[",
+        "tests/compress/reductions/test_reductions.py::test_ranks_agree_bitwise_and_send_what_was_predicted[",
+    ],
+    "predicted bytes are sent bytes, and those that the interface counts": [
+        "tests/sums/test_two_level.py::test_sums_bits_and_bytes[",
+        "tests/compress/reductions/test_reductions.py::test_ranks_agree_bitwise_and_send_what_was_predicted[",
+        "tests/comm/test_sent_bytes.py::test_stats_are_what_the_interface_counts[",
+    ],
+    "a failure is heard by all": [
+        "tests/comm/test_failures.py::test_an_exception_in_backward_of_one_rank_reaches_all[ddp-",
+        "tests/comm/test_failures.py::test_an_exception_in_backward_of_one_rank_reaches_all[plain-",
+        "tests/comm/test_named_failures.py::test_a_living_rank_that_fails_is_named_by_all_others_at_once",
+        "tests/sums/test_sparse_all_reduce.py::test_what_one_rank_does_wrong_every_rank_is_told[",
+    ],
+    "kill -9 of a rank": [
+        "tests/comm/test_named_failures.py::test_a_rank_that_dies_is_named_by_all_others[tables-killed-",
+        "tests/reproducible/test_steps.py::test_a_killed_rank_leaves_its_share_to_the_others",
+    ],
+    "kill -9 of a holder": ["tests/checkpoint/test_checkpointer.py::test_a_killed_holder_does_not_stop_training"],
+    "a restore": [
+        "tests/checkpoint/test_checkpointer.py::test_a_killed_training_goes_on_bitwise[",
+        "tests/checkpoint/test_checkpointer.py::test_a_lost_host_is_restored_from_its_peer",
+    ],
+    "attach under DDP, FSDP2 and plain": [
+        "tests/attach/test_attach.py::test_trains_as_stock_ddp[",
+        "tests/gradients/sharded/test_fsdp_layout.py::test_an_attached_model_trains_like_one_that_is_not[",
+        "tests/attach/test_plain_module.py::test_a_plain_module_is_synchronized_over_the_group_it_is_given[",
+    ],
+}
+"""What a change is never tested without, as beginnings of the names of items of `make test`."""
 
 SIZES = {"scheme": 39, "world_size": 6, "dtype": 4, "layout": 2}
 ROWS = [dict(zip(SIZES, row, strict=True)) for row in product(*map(range, SIZES.values()))]
@@ -52,3 +98,23 @@ def test_a_loop_names_all_that_fail() -> None:
 def test_a_loop_over_nothing_fails() -> None:
     with pytest.raises(AssertionError, match="nothing"):
         for_each([])(lambda text: None)()
+
+
+def test_what_is_in_every_run_is_in_make_test(request: pytest.FixtureRequest) -> None:
+    """Nobody has called it slow, thinned it out to nothing, renamed it or deleted it."""
+    names = [item.nodeid for item in request.session.items]
+    if not (request.config.option.pairs and len(names) > WHOLE):
+        names = collected_by_make_test({name.partition("::")[0] for names in IN_EVERY_RUN.values() for name in names})
+    missing = {
+        law: lacking
+        for law, prefixes in IN_EVERY_RUN.items()
+        if (lacking := [prefix for prefix in prefixes if not any(name.startswith(prefix) for name in names)])
+    }
+    assert missing == {}
+
+
+def collected_by_make_test(files: set[str]) -> list[str]:
+    (quick,) = re.findall(r"^QUICK +:= (.+)$", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", *shlex.split(quick), *sorted(files)]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return ran.stdout.splitlines()

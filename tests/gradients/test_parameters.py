@@ -57,7 +57,7 @@ def test_every_parameter_is_in_one_group_in_order(sizes: list[int], random: Any,
     for number, group in enumerate(groups):
         assert len(group) == 1 or not sparse.intersection(group)
         cap = GROUP_BYTES if number else FIRST_GROUP_BYTES
-        assert len(group) == 1 or sum(parameters[place].num_bytes for place in group) <= cap
+        assert len(group) == 1 or sum(parameters[place].local.nbytes for place in group) <= cap
 
 
 class Lane:

@@ -46,7 +46,7 @@ def test_nested_passes_end_with_the_outermost(output: str) -> None:
 
         def hook(parameter: Tensor, name: str = name) -> None:
             assert backward.enter()
-            events.append(f"{name} {'nested' if backward.is_nested else 'outer'}")
+            events.append(f"{name} {'nested' if backward.is_nested() else 'outer'}")
 
         parameter.register_post_accumulate_grad_hook(hook)
     found = layers[0](torch.ones(2, 4))
@@ -74,7 +74,7 @@ def test_outside_of_a_backward_there_is_nothing_to_enter() -> None:
     backward = Backward(lambda: None)
     assert not backward.enter()
     assert not backward.is_running
-    assert not backward.is_nested
+    assert not backward.is_nested()
 
 
 def test_a_pass_that_an_exception_ends_is_over() -> None:

@@ -29,6 +29,7 @@ ROOMS = {
     "compress": {"errors", "observe", "kernels", "rows"},
     "plan": {"errors", "observe", "compress"},
     "fuse": {"plan"},
+    "deltas": {"errors", "kernels"},
     "tune": {"kernels", "rows", "comm", "sums"},
     "gradients": {"errors", "observe", "kernels", "rows", "comm", "sums", "compress", "plan", "tune"},
     "all_reduce": {"rows", "comm", "sums", "tune"},

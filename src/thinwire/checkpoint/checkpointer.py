@@ -7,6 +7,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Sequence
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from thinwire.checkpoint.agreement import FAILURES, Agreement, Divergence
 from thinwire.checkpoint.cycle import Cycle
 from thinwire.checkpoint.dcp.tier import PersistentTier, check_parent
 from thinwire.checkpoint.elastic.heartbeat import Heartbeat
-from thinwire.checkpoint.group import PrivateGroup, check_alike, on_all, private_group, restart_hint, run_id_of
+from thinwire.checkpoint.group import check_alike, on_all, private_group, restart_hint, run_id_of
 from thinwire.checkpoint.holder.start import AGENT_VARIABLE, socket_path
 from thinwire.checkpoint.holder.version import topology_digest
 from thinwire.checkpoint.options import CheckpointPolicy, Storage
@@ -120,11 +121,22 @@ class Checkpointer:
             self._notices.add("versions are not coded, which takes numba: pip install 'thinwire[cpu]'")
         self._cycle = Cycle(training, self._agreement, self._notices, governor, policy.overlap, codes)
         self._alarm = AgeAlarm(policy.every)
-        # Also at the exit of the process: a thread that comes back from C++ after Python has gone aborts the process.
         self._heartbeat = Heartbeat(socket_path()) if AGENT_VARIABLE in os.environ else None
-        self._end = weakref.finalize(
-            self, _end, self._cycle, self._pacer, self._tier, registration, synchronizer, own, self._heartbeat
-        )
+        ending = ExitStack()  # the last one first
+        if self._heartbeat is not None:
+            ending.callback(self._heartbeat.close)
+        ending.callback(own.destroy)
+        ending.callback(registration.close)
+        if self._tier is not None:
+            ending.callback(self._tier.close, _EXIT_SECONDS)
+        ending.callback(self._pacer.close)
+        ending.callback(self._cycle.close)  # again: the group that its thread may have waited in is shut down
+        ending.callback(own.shut_down)  # other ranks do not wait for this one any more
+        ending.callback(self._cycle.close)
+        if watched:
+            ending.callback(synchronizer.watch_lane, None)
+        # Also at the exit of the process: a thread that comes back from C++ after Python has gone aborts the process.
+        self._end = weakref.finalize(self, ending.close)
         if self._rank == 0 and (hint := restart_hint()):
             warnings.warn(hint, stacklevel=2)
 
@@ -322,28 +334,3 @@ class Checkpointer:
             self._cycle.settle()  # the last version's save has begun
             self._tier.join()
         self._end()
-
-
-def _end(
-    cycle: Cycle,
-    pacer: Pacer,
-    tier: PersistentTier | None,
-    registration: Registration,
-    synchronizer: Any,
-    group: PrivateGroup,
-    heartbeat: Heartbeat | None,
-) -> None:
-    """End the threads of a Checkpointer, in bounded time: those that wait for another rank are broken off."""
-    if hasattr(synchronizer, "watch_lane"):
-        synchronizer.watch_lane(None)
-    ended = cycle.close()
-    group.shut_down()  # other ranks do not wait for this one any more
-    if not ended:
-        cycle.close()
-    pacer.close()
-    if tier is not None:
-        tier.close(_EXIT_SECONDS)
-    registration.close()
-    group.destroy()
-    if heartbeat is not None:
-        heartbeat.close()

@@ -24,7 +24,7 @@ from thinwire.checkpoint.holder.faultpoint import reach
 from thinwire.checkpoint.holder.version import CHUNK_BYTES, joined_crc
 from thinwire.checkpoint.state.encode import Encoded
 from thinwire.checkpoint.state.layout import ALIGNMENT_BYTES, TensorSlice, aligned
-from thinwire.comm.cuda.device import CudaDevice, Device
+from thinwire.comm.cuda.device import CudaDevice
 from thinwire.comm.process_group import DeviceEvent
 from thinwire.errors import ThinwireError
 
@@ -85,7 +85,7 @@ class SlotStaging:
     """A ring of sub-buffers between one device and a slot, page-locked at the first copy."""
 
     def __init__(
-        self, device: Device, sub_buffer_bytes: int = SUB_BUFFER_BYTES, sub_buffers: int = SUB_BUFFERS
+        self, device: CudaDevice, sub_buffer_bytes: int = SUB_BUFFER_BYTES, sub_buffers: int = SUB_BUFFERS
     ) -> None:
         self._device, self._sub_buffer_bytes, self._count = device, sub_buffer_bytes, sub_buffers
         self._buffers: list[Tensor] = []

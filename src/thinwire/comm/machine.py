@@ -204,9 +204,7 @@ DEVICE_KERNELS = 0.0, 5e-10, 7e-13, 5e-10, 7e-13, 5e-10, 7e-13
 in a second. That is the roofline of an H100; seconds of real steps correct it: `thinwire.tune.routes.Routes`."""
 
 
-def measure_collectives(
-    exchange: Collectives, device: torch.device, clock: Callable[[], float] = time.perf_counter
-) -> tuple[Machine, ...]:
+def measure_collectives(exchange: Collectives, device: torch.device) -> tuple[Machine, ...]:
     """Measure the links of a model's own group, in a collective call with the same result on all ranks.
 
     A round is one for which the host waits, a message an all-to-all for which it does not. The thread that issues the
@@ -232,7 +230,7 @@ def measure_collectives(
 
     def seconds(work: Callable[[], object]) -> float:
         """Return the seconds of the slowest rank for some work and a round, in which the host waits for both."""
-        mine = _fastest(lambda: (work(), exchange.numbers(record)), clock)
+        mine = _fastest(lambda: (work(), exchange.numbers(record)))
         return max(gathered(mine))[0]
 
     def send(num_bytes: int, peers: Collection[int]) -> None:

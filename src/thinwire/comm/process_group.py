@@ -512,8 +512,8 @@ def sparse_all_reduce_bytes(held: Sequence[int], rank: int, row_bytes: int, num_
     return num_tensors * (len(held) - 1) * _SPARSE_METADATA_BYTES + passed_on * (8 + row_bytes)
 
 
-class DeviceEvent(Protocol):
-    """A recorded point in the work of a device stream."""
+DeviceEvent = torch.cuda.Event
+"""A recorded point in the work of a device stream."""
 
 
 @dataclass(frozen=True, eq=False)

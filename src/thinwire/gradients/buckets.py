@@ -20,16 +20,13 @@ from thinwire.compress.assign import NATIVE
 from thinwire.errors import ThinwireError
 from thinwire.gradients.collective import CollectiveTables
 from thinwire.gradients.compressed import CompressedSync
-from thinwire.gradients.exact import DenseBucket, GradientSync, NativeAllReduce, Started
+from thinwire.gradients.exact import OTHERS, DenseBucket, GradientSync, NativeAllReduce, Started
 from thinwire.gradients.lossless import LosslessSync, Other
 from thinwire.gradients.tables import LookupRows, TableGradient, staged
 from thinwire.observe.step import Clock, JobTimes, Load, Phase, show
 
 Pending = Future[Tensor] | DenseBucket
 """Work to wait for at the end of backward: a job of the lane, or an all-reduce beside it."""
-
-OTHERS = "all other parameters"
-"""Name of the row of `Synchronizer.table` for all that is all-reduced in buckets."""
 
 MAX_WAITING_BYTES = 1024 * 1024
 """Largest size up to which small buckets wait for each other: more would leave the network idle during backward."""
@@ -116,7 +113,7 @@ class Sums:
     def listen(self, listener: Callable[[Phase, float, float], None] | None) -> None:
         """Call ``listener`` with each phase of a sum, its start and its end; None ends that."""
         if self.compressed is not None:
-            self.compressed.stopwatch.listener = listener
+            self.compressed.statistics.stopwatch.listener = listener
         if self.lossless is not None:
             self.lossless.listener = listener
 
@@ -199,7 +196,7 @@ class Buckets:
         future = self._staging.future()
         self._waiting.append((contents, future))
         if self._may_wait(contents):
-            self._waiting_bytes += sum(self._gradients.shape(table).expected_bytes for table in contents.tables)
+            self._waiting_bytes += sum(self._gradients.expected_bytes(table) for table in contents.tables)
             if self._waiting_bytes <= MAX_WAITING_BYTES:
                 return future
         self._submit_waiting()
@@ -320,7 +317,7 @@ class Buckets:
     def release(self, name: str, gradient: Tensor) -> None:
         """Add the unsent rest of earlier gradients, if compression ended; see `CompressedSync.release`."""
         if self._compressed is not None:
-            self._compressed.release(name, gradient)
+            self._compressed.memories.release(name, gradient)
 
     def flush(self) -> None:
         """Submit all waiting buckets, and sum the tables that wait. None may be left when backward is over.
@@ -380,7 +377,7 @@ class Buckets:
         (table,) = contents.tables
         seen = table.name in self._seen
         self._seen.add(table.name)
-        return seen and self._gradients.shape(table).is_small
+        return seen and self._gradients.is_small(table)
 
     def _beginning(self, batch: Batch) -> Callable[[Lane], Callable[[], None]] | None:
         """Return what begins to sum a bucket while the one before still waits for peers; None if it cannot."""
@@ -448,17 +445,11 @@ class Buckets:
         if not contents.compressed:
             return
         assert self._compressed is not None
-        names = [name for name, _ in contents.compressed]
-        gradients = [one[1] for one in (*contents.compressed, *contents.others)]
-        hosts = self._staging.to_host(*gradients)
-        compressed = list(zip(names, hosts, strict=False))
         coded = None
         if self._lossless is not None:
             coded = partial(self._lossless.average, bucket=contents.name, gradients=contents.others)
-        self._compressed.synchronize(lane, compressed, hosts[len(compressed) :], OTHERS, coded)
-        if not self._staging.is_host:
-            for gradient, mean in zip(gradients, self._staging.to_device(*hosts), strict=True):
-                gradient.copy_(mean)
+        others = [other.gradient for other in contents.others]
+        self._compressed.synchronize(lane, contents.compressed, others, coded)
 
     def _begin_dense(self, lane: Lane, contents: Contents) -> Callable[[], None]:
         """Begin to sum what is not compressed in a bucket; return a function that completes it."""

@@ -60,9 +60,9 @@ class CollectiveTables:
     def __init__(self, process_group: dist.ProcessGroup, account: GradientSync, lane: Lane) -> None:
         self._account, self._lane = account, lane
         self._process_group = process_group
-        self._exchange = Collectives(process_group)
-        self._exchange.hosts = lane.exchange.hosts
-        self._sum = CollectiveSum(self._exchange)
+        self.exchange = Collectives(process_group)
+        self.exchange.hosts = lane.exchange.hosts
+        self._sum = CollectiveSum(self.exchange)
         self._is_auto = account.scheme == AUTO
         self._named, hosts = account.scheme, ranks_of_hosts(lane.exchange.hosts)
         if isinstance(self._named, TwoLevel) and self._named.hosts is None:
@@ -78,11 +78,6 @@ class CollectiveTables:
         self._watch: _Stopwatch | None = None
         self._timed: tuple[dict[str, tuple[Demand, bool]], dict[str, Point]] | None = None
         self._intervals: list[tuple[float, float]] = []
-
-    @property
-    def host_waits(self) -> int:
-        """How often the host has waited for the device so far."""
-        return self._exchange.host_waits
 
     def takes(self, table: TableGradient) -> bool:
         """Return whether a table is summed here in this step, and not by the lane; call it once a step for each."""
@@ -110,22 +105,22 @@ class CollectiveTables:
             for one in started:
                 one.wait()
         watch = _Stopwatch(tables[0].gradient.device)
-        before, unready = self._exchange.traffic.sent_bytes, dispatch.unready_calls()
+        before, unready = self.exchange.traffic.sent_bytes, dispatch.unready_calls()
         schemes = [self._scheme(table) for table in tables]
         self._sum.note = 0 if self._watch is None else self._watch.nanoseconds()
         try:
             gradients = [NamedGradient(table.name, table.gradient) for table in tables]
-            means = self._sum.all_reduce(gradients, schemes, 1.0 / self._exchange.world_size)
+            means = self._sum.all_reduce(gradients, schemes, 1.0 / self.exchange.world_size)
         except Exception as error:
             if is_of_a_peer(error):  # which one, the connections of the lane show
                 raise self._lane.lost_to(error.__cause__ or error) from error
-            if ranks_told(error) < self._exchange.world_size:
+            if ranks_told(error) < self.exchange.world_size:
                 self._lane.break_off(str(error))
             raise
         watch.stop()
         for one in started:
             one.wait()
-        self._record(tables, schemes, self._exchange.traffic.sent_bytes - before)
+        self._record(tables, schemes, self.exchange.traffic.sent_bytes - before)
         if self._is_auto:
             self._learn()
             self._decide(tables)
@@ -139,7 +134,7 @@ class CollectiveTables:
 
     def finish_step(self) -> None:
         """Add bytes and seconds to the counts of the lane, while no job of it runs, which adds too."""
-        mine, total = self._exchange.traffic, self._lane.exchange.traffic
+        mine, total = self.exchange.traffic, self._lane.exchange.traffic
         for name, value in vars(mine).items():
             setattr(total, name, getattr(total, name) + value)
             setattr(mine, name, 0)
@@ -195,7 +190,7 @@ class CollectiveTables:
             if last != self._last[name]:
                 entry = self._account.records[name]
                 entry.reason = " rather than ".join(option.text for option in (choice, *others[:1]))
-                if self._exchange.rank == 0:
+                if self.exchange.rank == 0:
                     _log.info("%s: %s; %s", name, entry.reason, pinned_by(choice.price.scheme))
 
     def _known_routes(self, device: torch.device) -> Routes | None:
@@ -210,7 +205,7 @@ class CollectiveTables:
 
     def _record(self, tables: Sequence[TableGradient], schemes: Sequence[Point], sent: int) -> None:
         """Count a sum. Bytes are shared in proportion to the rows that this rank held and those in the sums."""
-        rank, world_size = self._exchange.rank, self._exchange.world_size
+        rank, world_size = self.exchange.rank, self.exchange.world_size
         counts = [self._sum.counts[table.name] for table in tables]
         row_bytes = [table.layout.width * table.gradient.element_size() for table in tables]
         weights = [(one.held[rank] + one.union) * size for one, size in zip(counts, row_bytes, strict=True)]

@@ -13,7 +13,7 @@ from torch import Tensor
 from thinwire.comm.channel import Channel, Draft, Subject, opening_bytes
 from thinwire.comm.hosts import Hosts, ranks_of_hosts
 from thinwire.comm.lane import Lane
-from thinwire.comm.process_group import ring_all_reduce_bytes
+from thinwire.comm.process_group import Staging, ring_all_reduce_bytes
 from thinwire.compress import state as states
 from thinwire.compress.base import Identity, Parameter, State
 from thinwire.compress.methods.sparsify import Sparsifier
@@ -23,7 +23,8 @@ from thinwire.compress.state import outstanding
 from thinwire.compress.wrappers import code_of
 from thinwire.errors import LostPeerError
 from thinwire.gradients.compression import GradScaler, Planned
-from thinwire.gradients.tables import share
+from thinwire.gradients.exact import OTHERS
+from thinwire.gradients.tables import by_dtype, flattened, share
 from thinwire.observe.step import ParameterRecords
 from thinwire.rows.formats import Format, Kind, Message
 from thinwire.rows.sparse import SparseRows
@@ -38,29 +39,15 @@ T = TypeVar("T")
 
 def fused_all_reduce(channel: Channel, tensors: Sequence[Tensor]) -> None:
     """Average contiguous tensors over ranks, in place, in one all-reduce for each dtype; after `Channel.open`."""
-    scale = 1.0 / channel.world_size
-    dtypes = dict.fromkeys(tensor.dtype for tensor in tensors)
-    if len(dtypes) > 1:
-        for dtype in dtypes:
-            fused_all_reduce(channel, [tensor for tensor in tensors if tensor.dtype == dtype])
-        return
-    if len(tensors) == 1:
-        dense_all_reduce(tensors[0], channel, scale)
-        return
-    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    dense_all_reduce(flat, channel, scale)
-    for tensor, mean in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
-        tensor.copy_(mean.view(tensor.shape))
+    for alike in by_dtype(tensors):
+        flat, copy_back = flattened(alike)
+        dense_all_reduce(flat, channel, 1.0 / channel.world_size)
+        copy_back()
 
 
 def can_ride(tensor: Tensor) -> bool:
     """Return whether an exactly summed tensor may join the all-reduce of a compressor, which is of float32 on a CPU."""
     return tensor.device.type == "cpu" and tensor.dtype == torch.float32
-
-
-def exact_task(name: str, tensor: Tensor) -> Task:
-    """Return the exact sum of a tensor as a task of a reduction."""
-    return Task(Identity(), Parameter(name, tuple(tensor.shape), tensor.dtype), tensor, {})
 
 
 def is_finite(tensor: Tensor) -> bool:
@@ -187,17 +174,6 @@ class Memories:
         return {name: plan.describe() for name, plan in self.plans.items()}
 
 
-@dataclass(frozen=True)
-class Booking:
-    """Bytes to be shared out among the parameters of a job."""
-
-    predicted_bytes: float = 0.0
-    sent_bytes: int = 0
-
-    def __add__(self, other: Booking) -> Booking:
-        return Booking(self.predicted_bytes + other.predicted_bytes, self.sent_bytes + other.sent_bytes)
-
-
 class Statistics:
     """The bytes and seconds of compression, for `Synchronizer.stats` and `Synchronizer.table`.
 
@@ -234,22 +210,28 @@ class Statistics:
         """Return the bytes that a rank sends for tensors that are summed exactly in a ring."""
         return ring_all_reduce_bytes(sum(tensor.nbytes for tensor in tensors), self.world_size)
 
-    def book_exact(self, account: str, dense_bytes: int, sent_bytes: int) -> None:
+    def average(self, channel: Channel, tensors: Sequence[Tensor]) -> None:
+        """Average tensors exactly, in place, and count their bytes."""
+        before = channel.exchange.traffic.sent_bytes
+        fused_all_reduce(channel, tensors)
+        self.book_others(self.ring_bytes(tensors), channel.exchange.traffic.sent_bytes - before)
+
+    def book_others(self, dense_bytes: int, sent_bytes: int) -> None:
         """Count bytes of gradients that were summed exactly, next to compressed ones."""
-        record = self.records.get(account) or self.records.book(account, "all-reduce", "dense", "dense")
+        record = self.records.get(OTHERS) or self.records.book(OTHERS, "all-reduce", "dense", "dense")
         record.add(sent_bytes, dense_bytes, dense_bytes)
 
-    def book(self, outcomes: Sequence[Outcome], booking: Booking) -> None:
+    def book(self, outcomes: Sequence[Outcome], predicted_bytes: float, sent_bytes: int) -> None:
         """Count bytes for each parameter of a job, shared out by the size of their payloads."""
         weights = [result.payload_bytes for _, result in outcomes]
-        sent = share(booking.sent_bytes, weights)
+        sent = share(sent_bytes, weights)
         for index, (plan, result) in enumerate(outcomes):
             parameter = plan.parameter
             by, code = plan.reduction.name, plan.compressor.name
             record = self.records.book(parameter.name, KIND, by, code, result.density, fused=len(outcomes))
             part = weights[index] / sum(weights) if any(weights) else 1 / len(outcomes)
             dense = self._stock_bytes(parameter.numel * parameter.dtype.itemsize)
-            record.add(sent[index], booking.predicted_bytes * part, dense)
+            record.add(sent[index], predicted_bytes * part, dense)
 
     def count_missing(self, outcomes: Sequence[Outcome]) -> None:
         """Count tensors of which a sparsifier selected no element."""
@@ -348,133 +330,6 @@ def _draft(payload: Tensor) -> Draft:
     return Draft(Format.COO, 0, payload)
 
 
-class Averaging:
-    """The averaging of gradients, job by job.
-
-    Args:
-        memories: states of the compressed parameters, with the reduction of each.
-        statistics: counts what was sent.
-        scaler: the scaler whose scale gradients carry, or None.
-    """
-
-    def __init__(self, memories: Memories, statistics: Statistics, scaler: GradScaler | None) -> None:
-        self._memories, self._statistics, self._stopwatch = memories, statistics, statistics.stopwatch
-        self._scaler = scaler
-
-    def run(
-        self, lane: Lane, gradients: NamedGradients, others: Sequence[Tensor], account: str, coded: Coded | None = None
-    ) -> bool:
-        """Replace gradients by their means, see `CompressedSync.synchronize`; return whether all were finite.
-
-        Args:
-            gradients: gradients by name.
-        """
-        channel = lane.channel(self._subject(gradients, others))
-        traffic = lane.exchange.traffic
-        before = traffic.sent_bytes
-        finite = all(channel.open(held=int(all(map(is_finite, (*(gradient for _, gradient in gradients), *others))))))
-        opening = Booking(opening_bytes(lane.world_size), traffic.sent_bytes - before)
-        others = others if coded is None else coded(channel, tensors=others)
-        is_riding = finite and any(isinstance(self._reduction(name), AllReduce) for name, _ in gradients)
-        alone = [other for other in others if not (is_riding and can_ride(other))]
-        if alone:
-            self._sum(channel, alone, account)
-        if finite:
-            riders = [(account, other) for other in others if is_riding and can_ride(other)]
-            self._average(lane, channel, gradients, riders, opening)
-        else:
-            self._refuse(gradients, opening)
-        return finite
-
-    def _reduction(self, name: str) -> Reduction:
-        return self._memories.plans[name].reduction
-
-    def _subject(self, gradients: NamedGradients, others: Sequence[Tensor]) -> Subject:
-        lines = [
-            f"parameter {name!r}: {gradient.dtype} {list(gradient.shape)}, {self._memories.plans[name].describe()}"
-            for name, gradient in gradients
-        ]
-        lines += [f"others: {other.dtype} {list(other.shape)}" for other in others]
-        first, last = gradients[0][0], gradients[-1][0]
-        span = (
-            f"parameter {first!r}"
-            if first == last
-            else f"{len(gradients)} compressed parameters, {first!r} to {last!r}"
-        )
-        return Subject(span, "\n".join(lines))
-
-    def _sum(self, channel: Channel, others: Sequence[Tensor], account: str) -> None:
-        traffic = channel.exchange.traffic
-        before = traffic.sent_bytes
-        with self._stopwatch.phase(Phase.EXCHANGE):
-            fused_all_reduce(channel, others)
-        self._statistics.book_exact(account, self._statistics.ring_bytes(others), traffic.sent_bytes - before)
-
-    def _refuse(self, gradients: NamedGradients, opening: Booking) -> None:
-        for _, gradient in gradients:
-            gradient.fill_(float("nan"))
-        results = [Result(gradient, gradient.numel()) for _, gradient in gradients]
-        self._statistics.book(self._outcomes(gradients, results), opening)
-
-    def _average(
-        self, lane: Lane, channel: Channel, gradients: NamedGradients, riders: NamedGradients, opening: Booking
-    ) -> None:
-        """Average by each reduction. Riders, by the name of their row, join an all-reduce and need no round."""
-        by_reduction: dict[Reduction, list[tuple[str, Tensor]]] = {}
-        for name, gradient in gradients:
-            by_reduction.setdefault(self._reduction(name), []).append((name, gradient))
-        for reduction, named in by_reduction.items():
-            joining, riders = (riders, []) if isinstance(reduction, AllReduce) else ([], riders)
-            results, booking = self._reduce(lane, channel, reduction, named, joining)
-            outcomes = self._outcomes(named, results)
-            self._statistics.count_missing(outcomes)
-            self._statistics.book(outcomes, opening + booking)
-            opening = Booking()
-
-    def _reduce(
-        self, lane: Lane, channel: Channel, reduction: Reduction, gradients: NamedGradients, riders: NamedGradients
-    ) -> tuple[list[Result], Booking]:
-        """Average by one reduction, in place; return the results, and the bytes without the riders."""
-        scale = 1.0 if self._scaler is None else self._scaler.get_scale()
-        with self._stopwatch.phase(Phase.COMPRESS):
-            tasks = [self._task(name, gradient, scale) for name, gradient in gradients]
-        tasks += [exact_task(name, rider) for name, rider in riders]
-        peers = ChannelPeers(channel, lane.channel, reduction.scheme)
-        before = channel.exchange.traffic.sent_bytes
-        results = reduction.run(tasks, peers, self._stopwatch)
-        sent = channel.exchange.traffic.sent_bytes - before
-        predicted = reduction.sent_bytes([task.plan for task in tasks], lane.rank, lane.world_size)
-        if predicted is None:
-            predicted = peers.expected_scheme_bytes or sent
-        means = results[: len(gradients)]
-        with self._stopwatch.phase(Phase.DECOMPRESS):
-            for result in means if scale != 1.0 else ():
-                result.mean.mul_(scale)
-            for (_, gradient), result in zip((*gradients, *riders), results, strict=True):
-                gradient.copy_(result.mean)
-        dense = self._book_riders(riders)
-        return means, Booking(predicted - dense, sent - dense)
-
-    def _book_riders(self, riders: NamedGradients) -> int:
-        """Count the bytes of riders as if they had a ring of their own."""
-        if not riders:
-            return 0
-        dense = self._statistics.ring_bytes(rider for _, rider in riders)
-        self._statistics.book_exact(riders[0][0], dense, dense)
-        return dense
-
-    def _task(self, name: str, gradient: Tensor, scale: float) -> Task:
-        plan, state = self._memories.plans[name], self._memories.take(name)
-        working = gradient.detach().to("cpu", plan.parameter.working_dtype).contiguous()
-        if scale != 1.0:
-            working = working / scale
-        return Task(plan.compressor, plan.parameter, working, state)
-
-    def _outcomes(self, gradients: NamedGradients, results: Sequence[Result]) -> list[Outcome]:
-        pairs = zip(gradients, results, strict=True)
-        return [(self._memories.plans[name], result) for (name, _), result in pairs]
-
-
 class CompressedSync:
     """The mean over ranks of the gradients of compressed parameters, next to `GradientSync`.
 
@@ -484,33 +339,29 @@ class CompressedSync:
     Args:
         plans: methods of the compressed parameters, by name.
         lane: the lane, for its rank and world_size.
-        records: rows of the table, by name.
+        statistics: counts what was sent.
         scaler: the scaler whose scale gradients carry, or None.
         can_skip: whether `finish_step` may have to forget a step; with a scaler it may in any case.
-        statistics: counts that go on; None for new ones.
+        staging: copies gradients of a device to the host and means back.
     """
 
     def __init__(
         self,
         plans: Mapping[str, Planned],
         lane: Lane,
-        records: ParameterRecords,
+        statistics: Statistics,
         scaler: GradScaler | None = None,
         can_skip: bool = False,
-        statistics: Statistics | None = None,
+        staging: Staging | None = None,
     ) -> None:
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self.plans = dict(plans)
         self.paused = False
         can_skip = can_skip or self._scaler is not None
         self.memories = Memories(self.plans, lane.rank, lane.world_size, can_skip)
-        self.statistics = statistics or Statistics(records, lane.world_size)
-        self.averaging = Averaging(self.memories, self.statistics, self._scaler)
+        self.statistics, self._stopwatch = statistics, statistics.stopwatch
+        self._staging = staging or Staging()
         self._is_finite = True
-
-    @property
-    def stopwatch(self) -> Stopwatch:
-        return self.statistics.stopwatch
 
     def describe(self) -> list[str]:
         """Return lines on which all ranks must agree."""
@@ -522,7 +373,7 @@ class CompressedSync:
         return name in self.plans and not (self.paused or self.memories.dropped)
 
     def synchronize(
-        self, lane: Lane, gradients: NamedGradients, others: Sequence[Tensor], account: str, coded: Coded | None = None
+        self, lane: Lane, gradients: NamedGradients, others: Sequence[Tensor], coded: Coded | None = None
     ) -> None:
         """Replace gradients by their means, in place: ``gradients`` with compression, ``others`` exactly.
 
@@ -531,12 +382,17 @@ class CompressedSync:
         Args:
             gradients: gradients by name.
             others: dense and contiguous gradients.
-            account: name of the row of the others.
             coded: averages the others that travel losslessly coded, and returns the rest.
         """
         traffic = lane.exchange.traffic
         before = traffic.sent_bytes
-        self._is_finite &= self.averaging.run(lane, gradients, others, account, coded)
+        there = [*(gradient for _, gradient in gradients), *others]
+        hosts = self._staging.to_host(*there)
+        named = [(name, host) for (name, _), host in zip(gradients, hosts, strict=False)]
+        self._is_finite &= self._synchronize(lane, named, hosts[len(named) :], coded)
+        if not self._staging.is_host:
+            for gradient, mean in zip(there, self._staging.to_device(*hosts), strict=True):
+                gradient.copy_(mean)
         self.statistics.bytes_sent += traffic.sent_bytes - before
 
     def finish_step(self, is_kept: bool = True) -> None:
@@ -545,10 +401,100 @@ class CompressedSync:
         self.memories.finish_step(self._is_finite and is_kept)
         self._is_finite = True
 
-    def release(self, name: str, gradient: Tensor) -> None:
-        """Add the unsent rest of earlier gradients, see `Memories.release`."""
-        self.memories.release(name, gradient)
-
     def stats(self) -> dict[str, float]:
         """Return the ``compress/`` entries of `Synchronizer.stats`."""
         return self.statistics.numbers(len(self.plans))
+
+    def _synchronize(
+        self, lane: Lane, gradients: NamedGradients, others: Sequence[Tensor], coded: Coded | None
+    ) -> bool:
+        """Replace gradients of the host by their means; return whether all were finite."""
+        channel = lane.channel(self._subject(gradients, others))
+        traffic = lane.exchange.traffic
+        before = traffic.sent_bytes
+        finite = all(channel.open(held=int(all(map(is_finite, (*(gradient for _, gradient in gradients), *others))))))
+        opening = traffic.sent_bytes - before
+        others = others if coded is None else coded(channel, tensors=others)
+        is_riding = finite and any(isinstance(self.plans[name].reduction, AllReduce) for name, _ in gradients)
+        alone = [other for other in others if not (is_riding and can_ride(other))]
+        if alone:
+            with self._stopwatch.phase(Phase.EXCHANGE):
+                self.statistics.average(channel, alone)
+        if finite:
+            riders = [other for other in others if is_riding and can_ride(other)]
+            self._average(lane, channel, gradients, riders, opening)
+        else:
+            self._refuse(lane, gradients, opening)
+        return finite
+
+    def _subject(self, gradients: NamedGradients, others: Sequence[Tensor]) -> Subject:
+        lines = [
+            f"parameter {name!r}: {gradient.dtype} {list(gradient.shape)}, {self.plans[name].describe()}"
+            for name, gradient in gradients
+        ]
+        lines += [f"others: {other.dtype} {list(other.shape)}" for other in others]
+        first, last = gradients[0][0], gradients[-1][0]
+        span = (
+            f"parameter {first!r}"
+            if first == last
+            else f"{len(gradients)} compressed parameters, {first!r} to {last!r}"
+        )
+        return Subject(span, "\n".join(lines))
+
+    def _refuse(self, lane: Lane, gradients: NamedGradients, opening: int) -> None:
+        for _, gradient in gradients:
+            gradient.fill_(float("nan"))
+        results = [Result(gradient, gradient.numel()) for _, gradient in gradients]
+        self.statistics.book(self._outcomes(gradients, results), opening_bytes(lane.world_size), opening)
+
+    def _average(
+        self, lane: Lane, channel: Channel, gradients: NamedGradients, riders: Sequence[Tensor], opening: int
+    ) -> None:
+        """Average by each reduction. Riders join an all-reduce and need no round."""
+        by_reduction: dict[Reduction, list[tuple[str, Tensor]]] = {}
+        for name, gradient in gradients:
+            by_reduction.setdefault(self.plans[name].reduction, []).append((name, gradient))
+        opening_predicted = opening_bytes(lane.world_size)
+        for reduction, named in by_reduction.items():
+            joining, riders = (riders, []) if isinstance(reduction, AllReduce) else ([], riders)
+            results, predicted, sent = self._reduce(lane, channel, reduction, named, joining)
+            outcomes = self._outcomes(named, results)
+            self.statistics.count_missing(outcomes)
+            self.statistics.book(outcomes, opening_predicted + predicted, opening + sent)
+            opening_predicted = opening = 0
+
+    def _reduce(
+        self, lane: Lane, channel: Channel, reduction: Reduction, gradients: NamedGradients, riders: Sequence[Tensor]
+    ) -> tuple[list[Result], float, int]:
+        """Average by one reduction, in place; return the results, and the predicted and sent bytes without riders."""
+        scale = 1.0 if self._scaler is None else self._scaler.get_scale()
+        with self._stopwatch.phase(Phase.COMPRESS):
+            tasks = [self._task(name, gradient, scale) for name, gradient in gradients]
+        tasks += [Task(Identity(), Parameter(OTHERS, tuple(rider.shape), rider.dtype), rider, {}) for rider in riders]
+        peers = ChannelPeers(channel, lane.channel, reduction.scheme)
+        before = channel.exchange.traffic.sent_bytes
+        results = reduction.run(tasks, peers, self._stopwatch)
+        sent = channel.exchange.traffic.sent_bytes - before
+        predicted = reduction.sent_bytes([task.plan for task in tasks], lane.rank, lane.world_size)
+        if predicted is None:
+            predicted = peers.expected_scheme_bytes or sent
+        means = results[: len(gradients)]
+        with self._stopwatch.phase(Phase.DECOMPRESS):
+            for result in means if scale != 1.0 else ():
+                result.mean.mul_(scale)
+            for gradient, result in zip((*(gradient for _, gradient in gradients), *riders), results, strict=True):
+                gradient.copy_(result.mean)
+        dense = self.statistics.ring_bytes(riders)  # as if riders had a ring of their own
+        if riders:
+            self.statistics.book_others(dense, dense)
+        return means, predicted - dense, sent - dense
+
+    def _task(self, name: str, gradient: Tensor, scale: float) -> Task:
+        plan, state = self.plans[name], self.memories.take(name)
+        working = gradient.detach().to("cpu", plan.parameter.working_dtype).contiguous()
+        if scale != 1.0:
+            working = working / scale
+        return Task(plan.compressor, plan.parameter, working, state)
+
+    def _outcomes(self, gradients: NamedGradients, results: Sequence[Result]) -> list[Outcome]:
+        return [(self.plans[name], result) for (name, _), result in zip(gradients, results, strict=True)]

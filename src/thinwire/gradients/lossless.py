@@ -15,6 +15,7 @@ from thinwire.comm.channel import Channel, Subject, opening_bytes
 from thinwire.comm.lane import Lane
 from thinwire.comm.process_group import Staging, reduce_scatter_bytes, ring_all_reduce_bytes
 from thinwire.compress.assign import AUTO, LOSSLESS, NATIVE
+from thinwire.gradients.tables import by_dtype, flattened
 from thinwire.observe.step import ParameterRecords, Phase
 from thinwire.rows.sparse import SUPPORTED_DTYPES
 from thinwire.sums.lossless import SumReport, begin
@@ -140,9 +141,7 @@ class LosslessSync:
         self, channel: Channel, bucket: str, tensors: Sequence[Tensor], opening: int = 0
     ) -> Callable[[], None]:
         """Begin to average tensors, one dtype after the other; ``opening`` bytes are not counted yet."""
-        same_dtype = [
-            [one for one in tensors if one.dtype == dtype] for dtype in dict.fromkeys(t.dtype for t in tensors)
-        ]
+        same_dtype = by_dtype(tensors)
         if not same_dtype:
             return lambda: None
         complete = self._begin_sum(channel, bucket, same_dtype[0], opening)
@@ -155,15 +154,13 @@ class LosslessSync:
         return finish
 
     def _begin_sum(self, channel: Channel, bucket: str, tensors: Sequence[Tensor], opening: int) -> Callable[[], None]:
-        flat = tensors[0] if len(tensors) == 1 else torch.cat([tensor.reshape(-1) for tensor in tensors])
+        flat, copy_back = flattened(tensors)
         report = SumReport(listener=self.listener)
         complete = begin(flat, channel, 1.0 / channel.world_size, report, working=self.working)
 
         def finish() -> None:
             sent = opening + complete()
-            if len(tensors) > 1:
-                for tensor, mean in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
-                    tensor.copy_(mean.view(tensor.shape))
+            copy_back()
             self.book(bucket, report, sent, opening, ring_all_reduce_bytes(flat.nbytes, channel.world_size))
 
         return finish

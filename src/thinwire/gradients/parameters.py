@@ -57,10 +57,6 @@ class Trained:
         return self.sparse_dim if self.is_sparse else 0
 
     @property
-    def num_bytes(self) -> int:
-        return self.local.nbytes
-
-    @property
     def local(self) -> Tensor:
         """The parameter, or this rank's part of a DTensor."""
         return local_of(self.parameter.detach())
@@ -78,12 +74,12 @@ def plan_groups(trained: Sequence[Trained], order: Sequence[int]) -> Groups:
         entry = trained[index]
         cap = FIRST_GROUP_BYTES if len(groups) <= 1 else GROUP_BYTES
         joins = groups and dtype == entry.parameter.dtype and not entry.is_sparse
-        if joins and size_bytes + entry.num_bytes <= cap:
+        if joins and size_bytes + entry.local.nbytes <= cap:
             groups[-1].append(index)
-            size_bytes += entry.num_bytes
+            size_bytes += entry.local.nbytes
         else:
             groups.append([index])
-            size_bytes, dtype = entry.num_bytes, None if entry.is_sparse else entry.parameter.dtype
+            size_bytes, dtype = entry.local.nbytes, None if entry.is_sparse else entry.parameter.dtype
     return tuple(map(tuple, groups))
 
 

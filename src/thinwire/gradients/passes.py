@@ -78,7 +78,6 @@ class Backward(_FromOutput):
         """Whether the entered pass has not ended. Autograd drops the callback if an exception ends it."""
         return self._callback is not None and self._callback() is not None
 
-    @property
     def is_nested(self) -> bool:
         """Whether this is called by another pass, inside of the one that was entered."""
         return self.is_running and self._task != graph_task()
@@ -360,7 +359,7 @@ class Passes:
         self._model, self._clock, self._excluded = weakref.ref(model), clock, excluded
         self._is_ddp = isinstance(model, DistributedDataParallel)
         self._began = False
-        self._backward = Backward(weak(self._end_backward))
+        self.backward = Backward(weak(self._end_backward))
         self._forwards = self._counted = 0  # so far, and at the last counted step
         self.is_local = False  # whether no_sync was called since the last synchronized pass
         self.is_midway = False  # whether a forward has begun a step that no synchronized pass has ended
@@ -409,17 +408,8 @@ class Passes:
         if self._began:
             self._forget_broken_off()
         if not self._began:
-            self._began = self._backward.enter()
+            self._began = self.backward.enter()
         return self._began
-
-    def is_nested(self) -> bool:
-        """Return whether re-entrant checkpointing runs a backward inside of the one that ends with ``finish``."""
-        return self._backward.is_nested
-
-    @property
-    def is_in_backward(self) -> bool:
-        """Whether a synchronized backward pass runs."""
-        return self._backward.is_running
 
     def doing(self) -> str:
         """Return the step, and what this rank does in it, for messages."""
@@ -461,7 +451,7 @@ class Passes:
 
         Passes of the model inside of it, as GradCache makes them, are then sent once, and not each.
         """
-        if graph_task() >= 0 and self._plug.can_hold and not (self._guard.is_running or self._backward.is_running):
+        if graph_task() >= 0 and self._plug.can_hold and not (self._guard.is_running or self.backward.is_running):
             held = _Held(self._plug.hold(), self.send)
             at_end_of_backward(held)
             self._held = weakref.ref(held)
@@ -487,12 +477,12 @@ class Passes:
             if module.training:
                 self._clock.start()
             if self._plug.begins_at_output:
-                self._backward.watch(output)
+                self.backward.watch(output)
         self._guard.watch(output)
 
     def _forget_broken_off(self) -> None:
         """Forget a backward pass that an exception broke off."""
-        if self._began and not self._backward.is_running:
+        if self._began and not self.backward.is_running:
             self._began = False
             self._plug.reset()
             self._clock.reset()
@@ -508,7 +498,7 @@ class Passes:
         self.optimizer_steps += self._taken != self._finished
         self._taken = self._finished
         last, self._used[optimizer] = self._used.get(optimizer, 0), self._finished
-        if last != self._finished or self.is_local or self._backward.is_running or self._has_warned:
+        if last != self._finished or self.is_local or self.backward.is_running or self._has_warned:
             return
         groups: list[dict[str, Any]] = optimizer.param_groups
         if all(float(group.get("lr", 1.0)) == 0.0 for group in groups):

@@ -26,7 +26,7 @@ from thinwire.comm.machine import Machine
 from thinwire.comm.process_group import Staging, reduce_scatter_bytes
 from thinwire.compress.assign import AUTO, LOSSLESS
 from thinwire.errors import ranks_told
-from thinwire.gradients.buckets import OTHERS, Buckets, Sums, as_real
+from thinwire.gradients.buckets import Buckets, Sums, as_real
 from thinwire.gradients.collective import CollectiveTables, measured
 from thinwire.gradients.compressed import CompressedSync, Statistics
 from thinwire.gradients.compression import GradScaler, Methods
@@ -48,7 +48,6 @@ from thinwire.gradients.steps.trials import RowsChoice
 from thinwire.gradients.tables import LookupRows, sparse_tables_of, table_names, weak
 from thinwire.observe.step import Clock, ParameterRecord
 from thinwire.rows import floats
-from thinwire.sums.named import DENSE, name_of
 from thinwire.sums.scheme import Scheme
 from thinwire.sums.two_level import TwoLevel
 from thinwire.tune.prices import Route
@@ -136,8 +135,8 @@ class Synchronizer(Attached):
         self._intent = intent
         self._methods = methods
         self._sharding = sharding_of(model)
-        self._device = device = self._device_of(named)
-        self._staging = staging_for(device)
+        self._device = self._device_of(named)
+        self._staging = staging_for(self._device)
         inner = group if self._sharding is None else self._sharding.dimension()
         self._all_names = [*self._names.values(), *([] if self._sharding is None else self._sharding.names())]
         self._lane = self._inner = Lane(group, timeout, self._staging)
@@ -167,15 +166,15 @@ class Synchronizer(Attached):
                 share_first((*named.values(), *dict(buffers).values()), group, self._lane)
             for lane in self._lanes:
                 lane.codes_values = methods.has(LOSSLESS)
-            self._lossless = self._make_lossless(device)
-            self._native = self._make_native(group, device)
+            self._lossless = self._make_lossless()
+            self._native = self._make_native(inner)
             if self._native is not None and (self._sharding is None or self._native.is_own):
                 self._gradients.leave_to(self._native, self._staging.is_host)
             collective = self._make_collective(inner, self._inner, self._native)
             self._sums = Sums(self._gradients, self._native, collective, self._compressed, self._lossless)
             self._plug = self._make_plug(self._sums)
             guard = Guard(self._lanes)
-            self._choice, begin = self._make_choice(device, named), self._make_rows()
+            self._choice, begin = self._make_choice(named), self._make_rows()
             if intent is not None:
                 hooks = self._plug if isinstance(self._plug, ParameterHooks) else None
                 following = Following(intent.names, intent.groups, hooks, self._compressed)
@@ -250,7 +249,7 @@ class Synchronizer(Attached):
         """
         rows = self._steps.decisions.rows
         lanes = lane_stats(self._lanes)
-        waits = sum(collective.host_waits for collective in self._sums.collectives)
+        waits = sum(collective.exchange.host_waits for collective in self._sums.collectives)
         if self._methods.tables is not None:
             lanes["comm/bytes_sent"] += self._methods.tables.bytes_sent
             waits += self._methods.tables.host_waits
@@ -421,7 +420,7 @@ class Synchronizer(Attached):
             return
         self._passes.send_held()
         for lane in self._lanes:
-            if self._passes.is_midway and not self._passes.is_in_backward and lane.world_size > 1:
+            if self._passes.is_midway and not self._passes.backward.is_running and lane.world_size > 1:
                 lane.break_off(f"detach() in the middle of a step of rank {lane.global_rank}")
         self._release.detach()
         self._plug.remove()
@@ -456,24 +455,20 @@ class Synchronizer(Attached):
         groups = () if self._methods.tables is None else self._methods.tables.replicated()
         return {one: self._inner if one == inner else Lane(one, timeout, self._staging) for one in groups}
 
-    def _make_native(self, group: dist.ProcessGroup, device: torch.device) -> NativeAllReduce | None:
+    def _make_native(self, group: dist.ProcessGroup) -> NativeAllReduce | None:
         """Return the all-reduce beside the lane, or None where jobs of the lane do it.
 
         They do where jobs have to be timed, for gradients of a GPU that the group does not take, and on the CPU for
         plain modules: their ranks may freeze or use different parameters, which only the lane's headers reveal.
         """
-        group = group if self._sharding is None else self._sharding.dimension()
-        lost = self._inner.lost_to
-        if is_native(group, device):
-            return NativeAllReduce(group, self._gradients, OTHERS, "NCCL", lost, is_own=True)
-        is_ddp = isinstance(self._model, DistributedDataParallel)
-        stays = device.type != "cpu" or self._inner.world_size == 1
-        if self._is_left_to_ddp and (stays or keeps_buckets(self._model)):
-            return NativeAllReduce(group, self._gradients, OTHERS, name_of(DENSE), lost)
-        is_alike = is_ddp or self._sharding is not None
-        if device.type != "cpu" or self._intent is not None or not is_alike:
+        is_own, on_host = is_native(group, self._device), self._device.type == "cpu"
+        stays = not on_host or self._inner.world_size == 1
+        if is_own or (self._is_left_to_ddp and (stays or keeps_buckets(self._model))):
+            return NativeAllReduce(group, self._gradients, self._inner.lost_to, is_own)
+        is_alike = isinstance(self._model, DistributedDataParallel) or self._sharding is not None
+        if not on_host or self._intent is not None or not is_alike:
             return None
-        return NativeAllReduce(self._inner.native_group(), self._gradients, OTHERS, name_of(DENSE), lost)
+        return NativeAllReduce(self._inner.native_group(), self._gradients, self._inner.lost_to)
 
     def _make_collective(
         self, group: dist.ProcessGroup, lane: Lane, native: NativeAllReduce | None
@@ -487,7 +482,7 @@ class Synchronizer(Attached):
         """Return a queue for gradients that FSDP does not reduce: by the group if it is of NCCL, else by the lane."""
         native = None
         if is_native(group, self._device):
-            native = NativeAllReduce(group, self._gradients, OTHERS, "NCCL", lane.lost_to, is_own=True)
+            native = NativeAllReduce(group, self._gradients, lane.lost_to, is_own=True)
         sums = Sums(self._gradients, native, self._make_collective(group, lane, native))
         self._sums.beside.append((sums, lane))
         return Buckets(sums, self._lookups, self._names, lane, self._staging)
@@ -537,7 +532,7 @@ class Synchronizer(Attached):
             trained = trained_parameters(self._module, self._lookups, self._names)
             names = None if self._intent is None else self._intent.groups
             groups = None if names is None else indices_of(trained, names)
-            is_nested = weak(self._passes.is_nested)
+            is_nested = weak(self._passes.backward.is_nested)
             if self._sharding is not None:
                 ignored = self._beside(self._sharding.group(), self._lane)
                 rest = trained, ignored, self._lookups, self._lane, begin, self._clock, None, is_nested
@@ -564,19 +559,19 @@ class Synchronizer(Attached):
         return queues
 
     def _make_compressed(self, scaler: GradScaler | None) -> CompressedSync:
-        records, size, stock = self._gradients.records, self._inner.world_size, None
+        size, stock = self._inner.world_size, None
         if self._sharding is not None and self._sharding.replicas is None:
             device = torch.device(self._sharding.mesh.device_type)
             stock = partial(reduce_scatter_bytes, world_size=size, device=device)
-        counts = Statistics(records, size, stock)
-        return CompressedSync(self._methods.compressed, self._inner, records, scaler, statistics=counts)
+        counts = Statistics(self._gradients.records, size, stock)
+        return CompressedSync(self._methods.compressed, self._inner, counts, scaler, staging=self._staging)
 
-    def _make_lossless(self, device: torch.device) -> LosslessSync | None:
+    def _make_lossless(self) -> LosslessSync | None:
         """Return the coded sums of dense gradients, or None where there are none."""
         lossless = LosslessSync(self._gradients.records, exact=self._methods.exact, working=self._staging.working)
         is_coded = lossless.is_asked_for and self._inner.world_size > 1
         lossless.scatters = lossless.alike == AUTO and self._scatters()
-        return lossless if is_coded or lossless.scatters or self._may_code(device) else None
+        return lossless if is_coded or lossless.scatters or self._may_code() else None
 
     def _scatters(self) -> bool:
         """Return whether "auto" sends gradients straight to owners for FSDP: Gloo would send twice the bytes."""
@@ -585,7 +580,7 @@ class Synchronizer(Attached):
         has_hosts = len(set(self._inner.exchange.hosts)) > 1 and self._sharding.mesh.device_type == "cpu"
         return has_hosts and dist.get_backend(self._sharding.dimension()) == dist.Backend.GLOO
 
-    def _may_code(self, device: torch.device) -> bool:
+    def _may_code(self) -> bool:
         """Return whether "auto" may code a gradient. It times no steps of FSDP both ways."""
         has_hosts = len(set(self._lane.exchange.hosts)) > 1 and self._sharding is None
         if not self._methods.has(AUTO) or not has_hosts:
@@ -602,10 +597,10 @@ class Synchronizer(Attached):
         warm_up = partial(self._lane.submit, partial(_warm_up, self._staging))
         return partial(RowsChoice, self._lane, self._gradients, self._plug, self._lookups, warm_up=warm_up)
 
-    def _make_choice(self, device: torch.device, named: Mapping[str, nn.Parameter]) -> DenseChoice | None:
+    def _make_choice(self, named: Mapping[str, nn.Parameter]) -> DenseChoice | None:
         """Return what decides about coded sums, or None where "auto" has nothing to decide."""
         lossless = self._lossless
-        if lossless is None or not self._may_code(device):
+        if lossless is None or not self._may_code():
             return None
         num_bytes: dict[torch.dtype, int] = {}
         for name, parameter in named.items():
@@ -623,7 +618,7 @@ class Synchronizer(Attached):
 
         links: Callable[[], Sequence[Machine]] = tuple
         if self._native is not None and self._native.is_own:
-            links = partial(measured, self._native.process_group, lane, device)
+            links = partial(measured, self._native.process_group, lane, self._device)
         return DenseChoice(lane, lossless, num_bytes, turn, None if self._staging.is_host else links)
 
     def _agree_on_configuration(self, excluded: frozenset[str], lane: Lane) -> Tensor:

@@ -4,7 +4,7 @@
 - `LookupRows`: the rows of a dense gradient that can be non-zero, known from its lookups, and proven.
 - `TableGradient`: a gradient as rows, and the mean back in the layout of DDP. `StagedTable` is one on a GPU: only its
   non-zero rows go to the host, and only the mean comes back.
-- `plan_groups`, `stack`, `unstack`: small tables of one step travel as one.
+- `stack`, `unstack`: small tables of one step travel as one.
 
 A synchronization costs a header round and a message for each peer and phase, however small it is. A model with
 26 small tables pays that 26 times a step. Tables whose rows have the same width, dtype and device are one taller
@@ -596,56 +596,6 @@ class TableGradient:
         return self.gradient.view(self.layout.num_rows, self.layout.width)
 
 
-SMALL_TABLE_BYTES = 256 * 1024
-"""Size of a sum above which a table is synchronized alone: 20 ms at 100 Mbit/s, where a header round costs below 1."""
-
-
-@dataclass(frozen=True)
-class TableShape:
-    """The properties of a table that all ranks know before a step.
-
-    Args:
-        name: name of the parameter.
-        num_rows, width, dtype, device: shape and type of the table as a matrix [num_rows, width].
-        union: number of rows in the sum of the last step; None before the first.
-
-    The union is used, and not the rows of the largest rank, because a fused message has the number of rows of each
-    rank in all tables together, and only the sum shows the number of each table.
-    """
-
-    name: str
-    num_rows: int
-    width: int
-    dtype: torch.dtype
-    device: torch.device
-    union: int | None = None
-
-    @property
-    def expected_bytes(self) -> int:
-        """Bytes of the sum if it has the rows of last time; of the whole table before the first time."""
-        rows = self.num_rows if self.union is None else self.union
-        return rows * self.width * self.dtype.itemsize
-
-    @property
-    def is_small(self) -> bool:
-        return self.expected_bytes <= SMALL_TABLE_BYTES
-
-
-def plan_groups(tables: Sequence[TableShape]) -> tuple[tuple[int, ...], ...]:
-    """Return groups of tables that are synchronized together, as indices, ordered by their first table.
-
-    Example:
-        >>> table = TableShape("a", 100, 8, torch.float32, torch.device("cpu"))
-        >>> plan_groups([table, TableShape("b", 10**6, 8, torch.float32, torch.device("cpu")), table])
-        ((0, 2), (1,))
-    """
-    groups: dict[object, list[int]] = {}
-    for index, table in enumerate(tables):
-        alike = (table.width, table.dtype, table.device) if table.is_small else index
-        groups.setdefault(alike, []).append(index)
-    return tuple(map(tuple, groups.values()))
-
-
 def stack(tables: Sequence[SparseRows]) -> SparseRows:
     """Return tables of the same width and dtype as one matrix, one below the other; a single one is not copied."""
     if len(tables) == 1:
@@ -666,6 +616,24 @@ def unstack(stacked: SparseRows, num_rows: Sequence[int]) -> list[SparseRows]:
         SparseRows.trusted(stacked.ids[start:stop] - offset, stacked.values[start:stop], rows)
         for offset, rows, (start, stop) in zip(ends[:-1], num_rows, pairwise(cuts), strict=True)
     ]
+
+
+def by_dtype(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Return the tensors of each dtype, in the order in which the first of each comes."""
+    return [[one for one in tensors if one.dtype == dtype] for dtype in dict.fromkeys(one.dtype for one in tensors)]
+
+
+def flattened(tensors: Sequence[Tensor]) -> tuple[Tensor, Callable[[], None]]:
+    """Return tensors of a dtype as a flat one, a single one as it is, and what copies the flat one back."""
+    if len(tensors) == 1:
+        return tensors[0], lambda: None
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+    def copy_back() -> None:
+        for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+            tensor.copy_(part.view(tensor.shape))
+
+    return flat, copy_back
 
 
 def share(total: int, weights: Sequence[int]) -> list[int]:
@@ -689,10 +657,6 @@ class StagedTable(TableGradient):
     """
 
     staging: Staging = field(default_factory=Staging)
-
-    @property
-    def kind(self) -> str:
-        return "sparse gradient" if self.gradient.is_sparse else "dense gradient, rows scanned"
 
     def store(self, held: SparseRows, mean: SparseRows) -> Tensor:
         if self.gradient.is_sparse:
@@ -729,4 +693,4 @@ class StagedTable(TableGradient):
 
 def staged(table: TableGradient, staging: Staging) -> TableGradient:
     """Return the table in a form that the lane can read: staged if it is on a device."""
-    return table if staging.is_host else StagedTable(table.name, table.gradient, table.touched, staging)
+    return table if staging.is_host else StagedTable(table.name, table.gradient, staging=staging)

@@ -22,8 +22,8 @@ from thinwire.compress.base import Memory, Parameter
 from thinwire.compress.methods.sign import SignSGD
 from thinwire.compress.state import owe
 from thinwire.compress.wrappers import core_of
-from thinwire.gradients.buckets import OTHERS, as_real, set_exception
-from thinwire.gradients.compressed import CompressedSync, Statistics, fused_all_reduce
+from thinwire.gradients.buckets import as_real, set_exception
+from thinwire.gradients.compressed import CompressedSync, Statistics
 from thinwire.gradients.compression import exact_of, planned
 from thinwire.gradients.exact import GradientSync
 from thinwire.gradients.module import local_of
@@ -191,7 +191,6 @@ class Averager:
         tensors = [as_real(tensor) for tensor in (*differences.values(), *buffers)]
         limits = [LARGEST] * len(differences) + [math.inf] * len(buffers)
         channel = lane.channel(_subject(differences, buffers))
-        traffic = lane.exchange.traffic
         with self.booking(lane, 3):
             mine = channel.attempt(lambda: [float(steps), float(not self._is_finite(tensors, limits)), float(flag)])
             report = RoundReport.of([number for of_rank in channel.gather_numbers(mine) for number in of_rank])
@@ -206,11 +205,10 @@ class Averager:
         coded = [name for name in names if compressed is not None and compressed.takes(name)]
         exact = [as_real(tensor) for tensor in (*(differences[one] for one in names if one not in coded), *buffers)]
         if coded:
-            self._average_compressed(lane, {name: differences[name] for name in coded}, exact)
+            assert compressed is not None
+            compressed.synchronize(lane, [(name, differences[name]) for name in coded], exact)
         elif exact:
-            before = traffic.sent_bytes
-            fused_all_reduce(channel, exact)
-            self._statistics.book_exact(OTHERS, self._statistics.ring_bytes(exact), traffic.sent_bytes - before)
+            self._statistics.average(channel, exact)
         return report
 
     @contextmanager
@@ -285,8 +283,7 @@ class Averager:
                     " small it was: take ef_sign_sgd(), which keeps its size"
                 )
         if plans:
-            records, statistics = self._statistics.records, self._statistics
-            self._compressed = CompressedSync(plans, lane, records, can_skip=True, statistics=statistics)
+            self._compressed = CompressedSync(plans, lane, self._statistics, can_skip=True, staging=self._staging)
 
     def _is_finite(self, tensors: Sequence[Tensor], limits: Sequence[float]) -> bool:
         """Return whether all elements are finite and within limits; a device is asked once."""
@@ -307,16 +304,6 @@ class Averager:
         ]
         self._tables.pauses.clear()
         self._tables.tables(lane, tables)
-
-    def _average_compressed(self, lane: Lane, coded: Mapping[str, Tensor], exact: Sequence[Tensor]) -> None:
-        assert self._compressed is not None
-        there = [*coded.values(), *exact]
-        hosts = self._staging.to_host(*there)
-        named = list(zip(coded, hosts, strict=False))
-        self._compressed.synchronize(lane, named, hosts[len(named) :], OTHERS)
-        if not self._staging.is_host:
-            for tensor, mean in zip(there, self._staging.to_device(*hosts), strict=True):
-                tensor.copy_(mean)
 
     def _note(self, lane: Lane, report: RoundReport, differences: Mapping[str, Tensor]) -> None:
         self._rounds += 1

@@ -9,7 +9,6 @@ on by itself does not matter, because the mean has the same bits whoever makes i
 from __future__ import annotations
 
 import copy
-import hashlib
 import logging
 import os
 import time
@@ -30,6 +29,7 @@ from thinwire.outer.members import Members, Roll, hand_over
 from thinwire.reproducible.digests import digest, of_arithmetic, of_state
 from thinwire.reproducible.exact import MOST_ADDED
 from thinwire.reproducible.gradients import Gradients
+from thinwire.rows.formats import digest64
 
 logger = logging.getLogger("thinwire")
 
@@ -488,5 +488,4 @@ def deal(indices: Sequence[int], seconds: Sequence[float]) -> list[list[int]]:
 
 def _hashed(seed: int, number: int, index: int) -> int:
     """Return a seed that follows from the numbers of a micro-batch."""
-    text = f"{seed} {number} {index}".encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+    return digest64(f"{seed} {number} {index}".encode()) >> 1

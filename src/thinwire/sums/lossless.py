@@ -170,7 +170,7 @@ def begin_all_gather(flat: Tensor, channel: Channel) -> Callable[[], int]:
     return owners.begin(_Gathered(flat, cuts, channel, 1.0, SumReport(), None), channel)
 
 
-def begin_broadcast(flat: Tensor, source: int, channel: Channel) -> Callable[[], int]:
+def begin_broadcast(flat: Tensor, channel: Channel, source: int) -> Callable[[], int]:
     """Begin to give all ranks what one has, in a code that loses nothing; see `owners.begin`.
 
     The source sends each owner its piece, and owners send theirs to all: nearly twice the tensor leaves the source

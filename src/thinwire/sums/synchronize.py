@@ -8,7 +8,6 @@ from torch import Tensor
 
 from thinwire.comm.channel import Channel
 from thinwire.kernels import nonzero_rows
-from thinwire.rows.partition import Partition
 from thinwire.rows.sparse import SparseRows
 from thinwire.sums import direct, known_ids, staged, two_level
 from thinwire.sums.named import resolve
@@ -100,28 +99,18 @@ def _summed(rows: SparseRows, scheme: Scheme, channel: Channel, scale: float) ->
 
 
 def _by_owners(rows: SparseRows, scheme: Scheme, channel: Channel, scale: float) -> SparseRows:
-    partition = scheme.rows_partition(rows.num_rows, channel.world_size)
-    if not scheme.communication is scheme.pull_by is Communication.POINT_TO_POINT:
-        return _by_owners_in_stages(rows, partition, scheme, channel, scale)
-    total = direct.reduce_scatter(rows, partition, scheme.push_choice, channel, scale)
-    return direct.all_gather(rows, total, partition, scheme.pull_choice, channel)
-
-
-def _by_owners_in_stages(
-    rows: SparseRows, partition: Partition, scheme: Scheme, channel: Channel, scale: float
-) -> SparseRows:
-    """Sum rows with a push or a pull in stages, or both."""
-    rank, world_size = channel.rank, channel.world_size
-    push, pull, stages = scheme.push_choice, scheme.pull_choice, Stages(channel)
+    partition, stages = scheme.rows_partition(rows.num_rows, channel.world_size), None
     if scheme.communication is Communication.POINT_TO_POINT:
-        total = direct.reduce_scatter(rows, partition, push, channel, scale)
+        total = direct.reduce_scatter(rows, partition, scheme.push_choice, channel, scale)
     else:
-        schedule = staged.REDUCE_SCHEDULES[scheme.communication](rank, world_size)
-        total = staged.reduce_scatter(rows, partition, push, stages, scale, schedule)
+        stages = Stages(channel)
+        schedule = staged.REDUCE_SCHEDULES[scheme.communication](channel.rank, channel.world_size)
+        total = staged.reduce_scatter(rows, partition, scheme.push_choice, stages, scale, schedule)
     if scheme.pull_by is Communication.POINT_TO_POINT:
-        return direct.all_gather(rows, total, partition, pull, channel)
-    schedule = staged.GATHER_SCHEDULES[scheme.pull_by](rank, world_size)
-    return staged.gather(rows, total, partition, pull, stages, schedule, scheme.num_owners(world_size))
+        return direct.all_gather(rows, total, partition, scheme.pull_choice, channel)
+    schedule = staged.GATHER_SCHEDULES[scheme.pull_by](channel.rank, channel.world_size)
+    num_owners = scheme.num_owners(channel.world_size)
+    return staged.gather(rows, total, partition, scheme.pull_choice, stages or Stages(channel), schedule, num_owners)
 
 
 def dense_all_reduce(tensor: Tensor, channel: Channel, scale: float = 1.0) -> None:

@@ -23,11 +23,14 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 
+from clocks import PATIENCE, wait_until
 from elastic_cluster import ElasticCluster, reference_digest, run_elastic
 from namespaces import needs_namespaces
+from thinwire.checkpoint.elastic.board import Board, Boards
 from thinwire.checkpoint.elastic.rendezvous import ElasticRendezvous
 from thinwire.checkpoint.holder.client import HolderClient
 from thinwire.checkpoint.holder.start import HolderOptions, ensure_holder, stop_holder
+from thinwire.errors import LostPeerError
 
 pytestmark = pytest.mark.ranks
 
@@ -44,6 +47,7 @@ class Hosts:
         self._directory, self._patch = directory, patch
         self.endpoint = ",".join(f"127.0.0.1:{free_port()}" for _ in range(endpoints))
         self.agents: dict[str, ElasticRendezvous] = {}
+        self.waiting: dict[str, tuple[threading.Thread, dict[str, Any]]] = {}
         patch.setenv("THINWIRE_SECRET", "a secret of sixteen characters")
 
     def start(self, name: str, nodes: tuple[int, int], run_id: str = "run", **more: Any) -> ElasticRendezvous:
@@ -75,7 +79,7 @@ class Hosts:
         threads = {name: threading.Thread(target=run, args=(name,), daemon=True) for name in names}
         for thread in threads.values():
             thread.start()
-        self.waiting = {name: (thread, found) for name, thread in threads.items()}
+        self.waiting |= {name: (thread, found) for name, thread in threads.items()}
         return found
 
     def joined(self, *names: str, seconds: float = 20.0) -> dict[str, Any]:
@@ -95,6 +99,9 @@ class Hosts:
     def close(self) -> None:
         for name in list(self.agents):
             self.die(name)
+        for thread, _ in self.waiting.values():
+            thread.join(PATIENCE)
+        self.waiting.clear()  # with what agents have returned and raised, which holds their stores
         for path in self._directory.glob("*.sock"):
             stop_holder(ensure_holder(HolderOptions(socket=str(path))))
 
@@ -127,11 +134,9 @@ def test_a_standby_takes_the_place_of_the_endpoint_host_that_died(hosts: Hosts) 
     assert sorted(places(infos).values()) == [(0, 2), (1, 2)]
     stays = places(infos)["b"][0]
     assert len({info.bootstrap_store_info.master_port for info in infos.values()}) == 1
-    standby = hosts.waiting
     hosts.die("a")  # which served the rendezvous
     hosts.wait_until_over("b")
     hosts.join("b")
-    hosts.waiting |= standby
     infos = hosts.joined("b", "c")
     assert places(infos) == {"b": (stays, 2), "c": (1 - stays, 2)}
     # and what torchrun's agents tell each other goes over the new one
@@ -196,6 +201,7 @@ def test_what_is_wrong_is_said(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) ->
     hosts.join("b")
     time.sleep(0.3)
     impatient.shutdown()  # as by Ctrl-C on a standby, which ends nothing but itself
+    assert isinstance(hosts.joined("b")["b"], RendezvousClosedError)
     assert not first._sync(choose=False)["closed"]
     spare = hosts.start("c", (1, 1))
     hosts.join("c")
@@ -215,14 +221,14 @@ def test_what_is_wrong_is_said(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_an_agent_that_has_ended_starts_no_holder(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even if it was looking whether the holder lives as it ended: that one would stay behind."""
-    agent, looking, ended, done = hosts.start("a", (1, 1)), threading.Event(), threading.Event(), threading.Event()
+    agent, looking, ended = hosts.start("a", (1, 1)), threading.Event(), threading.Event()
+    (keeper,) = [thread for thread in threading.enumerate() if thread.name == "_keep_holder"]
 
     def birth_of(pid: int) -> str:
         if agent._ended.is_set():
             return "0"
         looking.set()
         ended.wait(10)
-        done.set()
         return ""
 
     monkeypatch.setattr("thinwire.checkpoint.elastic.rendezvous.birth_of", birth_of)
@@ -231,15 +237,29 @@ def test_an_agent_that_has_ended_starts_no_holder(hosts: Hosts, monkeypatch: pyt
     with HolderClient.connect(os.environ["THINWIRE_HOLDER"], b"a secret of sixteen characters") as client:
         stop_holder(client)
     ended.set()
-    assert done.wait(10)
-    time.sleep(0.5)
+    keeper.join(PATIENCE)
     assert not Path(os.environ["THINWIRE_HOLDER"]).exists()
+
+
+def test_an_agent_that_has_ended_connects_no_more() -> None:
+    """A thread of it may be about to: the connection would stay open, and the port of a board taken."""
+    endpoint, secret, board = (
+        f"127.0.0.1:{free_port()}",
+        b"a secret of sixteen characters",
+        Board("run", (1, 1), 3, (1, 1)),
+    )
+    boards = Boards([endpoint, "127.0.0.1:1"], secret, 1.0, lambda: board)
+    boards.close()
+    with pytest.raises(LostPeerError, match="this agent has ended"):
+        boards.request("look", {}, choose=True)
+    boards.review({})
+    assert boards._served == {}
 
 
 def test_a_stranger_is_not_admitted(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
     hosts.start("a", (2, 2))
     hosts.join("a")
-    time.sleep(0.3)
+    wait_until(lambda: hosts.agents["a"]._boards.serving)  # or the stranger would serve
     stranger = hosts.start("b", (2, 2))
     stranger._boards._secret = b"another secret of that length"
     with pytest.raises(RendezvousConnectionError, match="another secret"):

@@ -89,16 +89,16 @@ def test_a_sender_that_dies_within_a_payload_is_noticed_before_the_timeout(
 
 def test_the_kernel_counts_what_was_acknowledged(pair: tuple[Connection, Connection]) -> None:
     caller, called = pair
-    before, _ = caller.tcp_counts
+    before, *_ = caller.tcp_counts
     caller.send(FrameKind.DATA, {}, bytes(100_000))
     frame = called.receive()
     called.read_piece(frame, memoryview(bytearray(frame.payload_bytes)))
     wait_until(lambda: caller.tcp_counts[0] - before >= 100_000)
-    after, seconds = caller.tcp_counts
+    after, seconds, latency = caller.tcp_counts
     assert 100_000 <= after - before < 101_000, "payload, header and JSON"
-    assert 0.0 <= seconds < TIMEOUT_SECONDS
+    assert 0.0 <= seconds < TIMEOUT_SECONDS > latency > 0.0
     caller.close()
-    assert caller.tcp_counts == (0, 0.0)
+    assert caller.tcp_counts == (0, 0.0, 0.0)
 
 
 def test_a_pacer_knows_when_an_offer_should_be_through(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import thinwire.checkpoint.holder.daemon as daemon
-from thinwire.checkpoint.holder import store
+from thinwire.checkpoint.holder import faultpoint, store
 from thinwire.checkpoint.holder.client import HolderClient
 from thinwire.checkpoint.holder.frames import Connection, FrameKind
 from thinwire.checkpoint.holder.metrics import prometheus_text
@@ -55,8 +55,9 @@ def host(tmp_path: Path) -> Iterator[Callable[..., Holder]]:
     with contextlib.ExitStack() as stack:
 
         def start(name: str, **options: Any) -> Holder:
-            given = {"timeout_seconds": 2.0, "deadline_seconds": 5.0, "budget_bytes": 200 << 20, **options}
-            config = HolderConfig(socket=str(tmp_path / name), secret=SECRET, drain_seconds=0.0, **given)
+            given = {"timeout_seconds": 2.0, "deadline_seconds": 5.0, "budget_bytes": 200 << 20}
+            given |= {"drain_seconds": 0.0, **options}
+            config = HolderConfig(socket=str(tmp_path / name), secret=SECRET, **given)
             return stack.enter_context(Holder(config))
 
         yield start
@@ -815,6 +816,71 @@ def test_sigterm_sends_what_is_pending_and_frees(host: Callable[..., Holder], tm
     with client_of(there, hello=False) as peer:
         check(peer, 1)
     assert not (tmp_path / "a").exists()
+
+
+@pytest.fixture
+def strike_at() -> Iterator[Callable[..., None]]:
+    yield faultpoint.arm
+    faultpoint.arm(None)
+
+
+def test_a_holder_that_ends_sends_what_it_has_accepted(
+    host: Callable[..., Holder], strike_at: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also a version that is not complete yet: this one is not until `stop` waits for it, or has sent all it knows."""
+    here, there, go_on = host("a", drain_seconds=60.0), host("b"), threading.Event()
+
+    def shut_down(wait: bool, real: Callable[..., None] = here.sealing.shutdown) -> None:
+        go_on.set()
+        real(wait)
+
+    def drain(real: Callable[[], None] = here.drain) -> None:
+        real()
+        go_on.set()
+
+    monkeypatch.setattr(here.sealing, "shutdown", shut_down)
+    monkeypatch.setattr(here, "drain", drain)
+    strike_at(lambda point, *_: point == "header" and go_on.wait(60))
+    with client_of(here, replicas=[there.address]) as client:
+        assert write(client, 1, wait=False)
+        here.stop()
+    with client_of(there, hello=False) as peer:
+        check(peer, 1)
+
+
+def test_a_holder_that_ends_waits_until_its_peer_has_what_was_sent(
+    host: Callable[..., Holder], strike_at: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The peer has all of the bytes, and makes them a version only when the holder waits for that, or for nothing."""
+    here, there, received, go_on = host("a", drain_seconds=60.0), host("b"), threading.Event(), threading.Event()
+    wait_for_change, at_the_end = here.store.changed.wait_for, list[list[int | None]]()
+
+    def strike(point: str, *_: int) -> None:
+        if point == "header":
+            received.set()
+            go_on.wait(60)
+
+    def wait(holds: Callable[[], bool], seconds: float) -> bool:
+        if not holds():
+            go_on.set()
+        return wait_for_change(holds, seconds)
+
+    def drain(real: Callable[[], None] = here.drain) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(here.store.changed, "wait_for", wait)
+            real()
+        at_the_end.append([shard.newest() for shard in there.store.shards.values()])
+        go_on.set()
+
+    monkeypatch.setattr(here, "drain", drain)
+    with client_of(here, replicas=[there.address]) as client:
+        assert write(client, 1)
+        strike_at(strike)
+        client.grant_all()
+        assert received.wait(60)
+        assert client.status()["bytes_pending"] == 0
+        here.stop()
+    assert at_the_end == [[1]]
 
 
 def test_a_version_is_open_only_as_what_was_asked_for(host: Callable[..., Holder]) -> None:

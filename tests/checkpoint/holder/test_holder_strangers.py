@@ -647,7 +647,7 @@ def test_a_living_job_in_a_container_keeps_its_run(
     host: Callable[..., Holder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where processes are not seen from the holder, all of them have the number 0."""
-    monkeypatch.setattr(frames.Connection, "peer_pid", 0)
+    monkeypatch.setattr(frames, "peer_pid", lambda sock: 0)
     monkeypatch.setattr(sessions, "_TAKEOVER_SECONDS", 0.2)
     path = host("a").config.socket_path
     with HolderClient.connect(path, SECRET) as first, HolderClient.connect(path, SECRET) as second:

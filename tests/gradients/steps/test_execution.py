@@ -26,7 +26,7 @@ from thinwire.gradients.compressed import FLUSH_STEPS
 from thinwire.gradients.compression import Methods
 from thinwire.gradients.parameters import Trained, with_others
 from thinwire.gradients.steps.execution import Execution
-from thinwire.gradients.steps.fit import Gradient, JobCosts, Measured
+from thinwire.gradients.steps.fit import JobCosts, Measured
 from thinwire.gradients.steps.grouping import Following, Intent, Pace, contiguous
 from thinwire.gradients.steps.steps import Trace
 from thinwire.observe.step import Load, StepTimes
@@ -216,7 +216,7 @@ def test_costs_of_jobs_are_found_again() -> None:
         assert getattr(found, name) == pytest.approx(getattr(COSTS, name), rel=1e-6), name
 
 
-def step_of(loads: Sequence[Load], gradients: Sequence[Gradient], waits: float = 0.0, late: float = 0.0) -> StepTimes:
+def step_of(loads: Sequence[Load], gradients: Sequence[Load], waits: float = 0.0, late: float = 0.0) -> StepTimes:
     """A step with gradients every millisecond, whose jobs take what `COSTS` says, and longer if they wait for peers."""
     times = StepTimes(started=10.0)
     times.ready = {gradient.name: 10.0 + late + 1e-3 * place for place, gradient in enumerate(gradients, 1)}
@@ -237,8 +237,7 @@ def _job(times: StepTimes, load: Load) -> Any:
 
 
 def test_the_profile_takes_the_slowest_gradient_and_the_job_that_waited_for_nobody() -> None:
-    gradients = [Gradient("c", 40_000, True), Gradient("b", 400), Gradient("a", 80_000, True)]
-    alone = [gradient.load for gradient in gradients]
+    alone = gradients = [Load("c", 0, 40_000, 1), Load("b", 400), Load("a", 0, 80_000, 1)]
     together = [replace(alone[0] + alone[1], name="x"), alone[2]]
     everything = [replace(alone[0] + alone[1] + alone[2], name="y")]
     told = []
@@ -290,7 +289,7 @@ class Driven:
     def step(self, number: int, seconds: float | None = None) -> dict[str, Tensor]:
         """Jobs that take what `COSTS` says, and a rank's own waiting; or a step of so many seconds."""
         means = self.rank.step(number)
-        order = [Gradient(name, 4) for name in self.rank.times.ready]
+        order = [Load(name, 4) for name in self.rank.times.ready]
         own = 1e-4 * self.rank.exchange.rank
         times = step_of([job.load for job in self.rank.times.jobs], order, waits=own, late=own)
         if seconds is not None:
@@ -460,7 +459,7 @@ def test_a_trace_has_every_gradient_every_job_and_its_phases(tmp_path: Path) -> 
         assert rank.sync is not None
         stopped: list[bool] = []
         trace = Trace(lambda: stopped.append(True), 2, lambda: ())
-        rank.sync.stopwatch.listener = rank.clock.phase
+        rank.sync.statistics.stopwatch.listener = rank.clock.phase
         for number in range(2):
             assert not stopped
             rank.step(number)

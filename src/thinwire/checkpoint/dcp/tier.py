@@ -25,7 +25,6 @@ import contextlib
 import dataclasses
 import fcntl
 import hashlib
-import io
 import json
 import logging
 import os
@@ -52,7 +51,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
-    ReadItem,
     SavePlan,
     SavePlanner,
     TensorWriteData,
@@ -111,35 +109,17 @@ def read_chunks(reader: StorageReader, metadata: Metadata, wanted: Sequence[Want
 
     Raises KeyError for names that are not stored, ValueError for values that are no tensors.
     """
-    planner = _Planner(metadata, wanted)
-    plan = reader.prepare_local_plan(planner.create_local_plan())
-    reader.read_data(plan, planner).wait()
-
-
-class _Planner(DefaultLoadPlanner):
-    def __init__(self, metadata: Metadata, wanted: Sequence[Wanted]) -> None:
-        super().__init__()
-        self._metadata, self._wanted = metadata, wanted
-
-    def create_local_plan(self) -> LoadPlan:
-        return LoadPlan([item for number, each in enumerate(self._wanted) for item in self._items(number, each)])
-
-    def _items(self, number: int, wanted: Wanted) -> list[ReadItem]:
-        stored = self._metadata.state_dict_metadata[wanted.name]
+    items = []
+    for number, each in enumerate(wanted):
+        stored = metadata.state_dict_metadata[each.name]
         if not isinstance(stored, TensorStorageMetadata):
-            raise ValueError(f"{wanted.name} is not a tensor")
-        chunk = ChunkStorageMetadata(Size(wanted.offset), wanted.tensor.size())
-        return [
-            dataclasses.replace(item, dest_index=MetadataIndex(wanted.name, chunk.offsets, number))
-            for item in create_read_items_for_chunk_list(wanted.name, stored, [chunk])
-        ]
-
-    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        assert index.index is not None
-        return self._wanted[index.index].tensor
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        raise ValueError(f"{read_item.dest_index.fqn} is not a tensor")
+            raise ValueError(f"{each.name} is not a tensor")
+        chunk, into = ChunkStorageMetadata(Size(each.offset), each.tensor.size()), MetadataIndex(str(number))
+        made = create_read_items_for_chunk_list(each.name, stored, [chunk])
+        items += [dataclasses.replace(item, dest_index=into) for item in made]
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner({str(number): each.tensor for number, each in enumerate(wanted)}, metadata)
+    reader.read_data(reader.prepare_local_plan(LoadPlan(items)), planner).wait()
 
 
 _ABOUT, _METADATA = "thinwire.json", ".metadata"

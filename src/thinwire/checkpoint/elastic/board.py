@@ -281,7 +281,7 @@ class Boards:
         self._served: dict[str, BoardServer] = {}
         self._endpoint: str | None = None
         self._connection: Connection | None = None
-        self._lock = threading.Lock()
+        self._lock, self._closed = threading.Lock(), False
 
     @property
     def serving(self) -> bool:
@@ -294,6 +294,8 @@ class Boards:
         Raises LostPeerError if it does not answer, PeerError for another secret, ValueError for another run.
         """
         with self._lock:
+            if self._closed:
+                raise LostPeerError("this agent has ended")
             if self._connection is None:
                 self._use(self._best() if choose or self._endpoint is None else self._endpoint)
             assert self._connection is not None
@@ -307,19 +309,19 @@ class Boards:
         """Change to a better board, if there is one now; ``leave`` is what to say to the one in use."""
         if len(self.endpoints) < 2:
             return
-        best = self._best()
         with self._lock:
-            if best != self._endpoint and self._connection is not None:
+            if not self._closed and (best := self._best()) != self._endpoint and self._connection is not None:
                 with contextlib.suppress(ThinwireError, ValueError):
                     self._connection.request("sync", leave)
                 self._connection = self._connection.close()
                 self._use(best)
 
     def close(self) -> None:
+        """End the conversation and all boards here. A request of another thread connects no more."""
         with self._lock:
-            self._connection = self._connection and self._connection.close()
-        for server in self._served.values():
-            server.close()
+            self._closed, self._connection = True, self._connection and self._connection.close()
+            for server in self._served.values():
+                server.close()
 
     def _use(self, endpoint: str) -> None:
         try:

@@ -156,7 +156,7 @@ class ElasticRendezvous(RendezvousHandler):
                     deadline, reason, spare = now + self._join_timeout, "too few hosts", True
             if self._closed and spare:
                 raise SystemExit(0)  # torchrun of torch 2.13 stumbles over its own RendezvousGracefulExitError
-            if self._closed:
+            if self._closed or self._ended.is_set():
                 raise RendezvousClosedError("the run has ended")
             if now > deadline:
                 raise RendezvousTimeoutError(f"run {self._run_id!r} did not start in {self._join_timeout} s: {reason}")

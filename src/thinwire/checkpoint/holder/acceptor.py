@@ -6,7 +6,6 @@ import contextlib
 import errno
 import selectors
 import socket
-import struct
 import threading
 import time
 from collections import Counter
@@ -14,11 +13,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from thinwire.checkpoint.holder.frames import HANDSHAKE_SECONDS
+from thinwire.checkpoint.holder.frames import HANDSHAKE_SECONDS, peer_pid
 
 MAX_STRANGERS = 64
 _ACCEPTS = 32  # before those who are here already are looked at again
-_CREDENTIALS = struct.Struct("3i")  # process, user and group of SO_PEERCRED
 
 
 class Preamble(Protocol):
@@ -112,7 +110,7 @@ class Acceptor:
                     time.sleep(0.05)
                 return
             sock.setblocking(False)
-            name = str(where[0]) if where else _process(sock)
+            name = str(where[0]) if where else f"process {peer_pid(sock)}"
             if len(self._strangers) >= MAX_STRANGERS:
                 self._make_room()
             if self._tls is not None:
@@ -159,8 +157,3 @@ class Acceptor:
         else:
             self._forget(stranger)
             self._admit(sock, preamble, stranger.name)
-
-
-def _process(sock: socket.socket) -> str:
-    raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return f"process {_CREDENTIALS.unpack(raw)[0]}"

@@ -30,8 +30,7 @@ from thinwire.errors import CorruptHeaderError, CorruptMessageError, LostPeerErr
 
 _HEADER = struct.Struct("<IBIQQ")
 _MAGIC = 0x34465754  # TWF4
-_TCP_COUNTS, _TCP_COUNTS_OFFSET = struct.Struct("<Q40xQ"), 120  # tcpi_bytes_acked, tcpi_busy_time of <linux/tcp.h>
-_TCP_MIN_RTT, _TCP_MIN_RTT_OFFSET = struct.Struct("<I"), 148  # tcpi_min_rtt
+_TCP_COUNTS = struct.Struct("<120xQ20xI16xQ")  # tcpi_bytes_acked, tcpi_min_rtt, tcpi_busy_time of <linux/tcp.h>
 _TCP_INFO_BYTES = 232
 _WAKE_BYTES = 128 << 10  # a link that brings less within the timeout counts as dead
 _STRANGER_JSON_BYTES = 4096  # from a side that has not yet proven its secret
@@ -119,7 +118,7 @@ class Connection:
         handshake: Handshake | None = None,
         peer: str = "",
     ) -> None:
-        self._socket, self._timeout_seconds, self.peer = sock, timeout_seconds, peer
+        self._socket, self._timeout_seconds, self.peer, self.peer_pid = sock, timeout_seconds, peer, peer_pid(sock)
         self._take_descriptors, self._is_tls = take_descriptors, hasattr(sock, "cipher")
         self._send_tags = self._receive_tags = Tags()
         self._sent = self._received = 0
@@ -308,29 +307,15 @@ class Connection:
         self.send(FrameKind.ERROR, {"kind": kind, "message": str(error)})
 
     @property
-    def tcp_counts(self) -> tuple[int, float]:
-        """Bytes that the other side has acknowledged, and seconds in which some were on their way, as counted by the
-        kernel (in ticks of some milliseconds); zeros if the connection is not TCP."""
+    def tcp_counts(self) -> tuple[int, float, float]:
+        """Bytes that the other side has acknowledged, seconds in which some were on their way (in ticks of some
+        milliseconds), and the least seconds from a segment to its acknowledgement in the last 5 minutes, by the kernel;
+        zeros if the connection is not TCP."""
         with contextlib.suppress(OSError, struct.error):
             counts = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
-            acknowledged, busy_microseconds = _TCP_COUNTS.unpack_from(counts, _TCP_COUNTS_OFFSET)
-            return acknowledged, busy_microseconds * 1e-6
-        return 0, 0.0
-
-    @property
-    def latency_seconds(self) -> float:
-        """Least time from a segment to its acknowledgement, of the last 5 minutes by the kernel; 0 if unknown."""
-        with contextlib.suppress(OSError, struct.error):
-            counts = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
-            return float(_TCP_MIN_RTT.unpack_from(counts, _TCP_MIN_RTT_OFFSET)[0] % (2**32 - 1)) * 1e-6
-        return 0.0
-
-    @property
-    def peer_pid(self) -> int:
-        """Process on the other side of a Unix socket; 0 if it is not seen from here, or the socket is none."""
-        with contextlib.suppress(OSError):
-            return struct.unpack("3i", self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
-        return 0
+            acknowledged, latency, busy_microseconds = _TCP_COUNTS.unpack_from(counts)
+            return acknowledged, busy_microseconds * 1e-6, latency % (2**32 - 1) * 1e-6
+        return 0, 0.0, 0.0
 
     @property
     def hung_up(self) -> bool:
@@ -351,6 +336,13 @@ class Connection:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
+
+
+def peer_pid(sock: socket.socket) -> int:
+    """Return the process on the other side of a Unix socket; 0 if it is not seen from here, or the socket is none."""
+    with contextlib.suppress(OSError):
+        return struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
+    return 0
 
 
 def _digits(content: dict[str, Any], name: str, count: int) -> str:

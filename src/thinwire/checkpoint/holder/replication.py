@@ -218,19 +218,19 @@ class Replicator:
     def bytes_pending(self) -> int:
         """Return the bytes still to be sent; call it with the store's lock held."""
         digest, sent = self._sending or ("", 0)
-        lacking = [manifest for _, manifest in self._lacking()]
+        lacking = [manifest for _, manifest in self.lacking()]
         return sum(each.payload_bytes - (sent if each.version.digest == digest else 0) for each in lacking)
 
-    def _lacking(self) -> list[tuple[Holding, Manifest]]:
-        """The versions that the peer should get, oldest first."""
+    def lacking(self) -> list[tuple[Holding, Manifest]]:
+        """Return the versions that the peer should get, oldest first; call it with the store's lock held."""
         result, shard = self._shard.complete(), self._shard
         return [(h, m) for h, m in result if not self.is_settled(m.version.digest) and shard.is_wanted(m)]
 
     def _counts(self) -> tuple[int, float]:
         """Bytes acknowledged, and seconds in which some were on their way, over all connections so far."""
         connection, (num_bytes, seconds) = self._connection, self._earlier_counts
-        now = (0, 0.0) if connection is None else connection.tcp_counts
-        return num_bytes + now[0], seconds + now[1]
+        more_bytes, more_seconds, _ = (0, 0.0, 0.0) if connection is None else connection.tcp_counts
+        return num_bytes + more_bytes, seconds + more_seconds
 
     def bytes_per_second(self) -> float | None:
         """Return the speed over the last versions, while bytes were on their way; None before the first one."""
@@ -247,7 +247,7 @@ class Replicator:
         (acknowledged, seconds), rate = self._counts(), self.bytes_per_second()
         return {
             "connected": self._connection is not None,
-            "latency_seconds": self._connection.latency_seconds if self._connection is not None else 0.0,
+            "latency_seconds": self._connection.tcp_counts[2] if self._connection is not None else 0.0,
             "bytes_sent": self.bytes_sent,
             "bytes_unchanged": self.bytes_unchanged,
             "bytes_acknowledged": acknowledged,
@@ -304,8 +304,8 @@ class Replicator:
     def _next(self) -> tuple[Holding, Manifest] | None:
         """The oldest version that the peer lacks, pinned; None after a while without one."""
         with self._store.changed:
-            self._store.changed.wait_for(lambda: self._lacking() or self._stopping.is_set(), _IDLE_SECONDS)
-            result = [] if self._stopping.is_set() else self._lacking()
+            self._store.changed.wait_for(lambda: self.lacking() or self._stopping.is_set(), _IDLE_SECONDS)
+            result = [] if self._stopping.is_set() else self.lacking()
             if result:
                 result[0][0].readers += 1
             return result[0] if result else None

@@ -324,19 +324,15 @@ class Holder:
         RunMarker(self.config.socket_path, run_id).remove()
 
     def drain(self) -> None:
-        """Send pending versions, for at most ``drain_seconds``."""
-        deadline = time.monotonic() + self.config.drain_seconds
+        """Send pending versions, and wait until peers say that they have them, for at most ``drain_seconds``."""
         with self.store.changed:
             for shard in self.store.shards.values():
                 if isinstance(shard.trainer, TrainerSession):
                     shard.trainer.grants.unlimit()
-
-        def pending() -> int:
-            with self.store.changed:
-                return sum(self.shard_status(shard)["bytes_pending"] for shard in self.store.shards.values())
-
-        while pending() and time.monotonic() < deadline:
-            time.sleep(0.02)
+            senders = [replica for shard in self.store.shards.values() for replica in shard.replicas.values()]
+            self.store.changed.wait_for(
+                lambda: not any(sender.lacking() for sender in senders), self.config.drain_seconds
+            )
 
     def stop(self) -> None:
         """Drain, end all connections, and free the memory. A second call does nothing."""
@@ -346,12 +342,12 @@ class Holder:
         for acceptor in self._acceptors.values():
             acceptor.close()
         self.scrubber.stop()
+        self.sealing.shutdown(wait=True)  # first: what trainers were told is accepted is pending, too
         self.drain()
         with self._lock:
             sessions = list(self._sessions)
         for connection in sessions:
             connection.close()
-        self.sealing.shutdown(wait=True)
         self.store.close()
         if _file_id(self.config.socket_path) == self._socket_file:
             self.config.socket_path.unlink()

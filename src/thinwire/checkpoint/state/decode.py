@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import base64
-import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from thinwire.checkpoint.state.encode import kind_of
-from thinwire.checkpoint.state.layout import DTYPES, StateLayout, TensorSlice
+from thinwire.checkpoint.state.layout import COLLECTIONS, DTYPES, TAGS, StateLayout, TensorSlice
 from thinwire.checkpoint.state.sharding import Meshes, Targets
 from thinwire.errors import CorruptMessageError
 
@@ -103,18 +101,14 @@ def _decode(node: Any, count: int, tensor_for: _TensorFor, existing: Any) -> Any
             return tensor.numpy()
     if tag == "subclass" and isinstance(value, list) and len(value) == 2:
         return _subclass(value[0], value[1], count, tensor_for, existing)
-    if tag in _COLLECTIONS and isinstance(value, list):
-        try:
-            return _COLLECTIONS[tag](_key(item, tensor_for) for item in value)
-        except (TypeError, ValueError) as error:
-            raise CorruptMessageError(f"not a {tag} of a layout: {error}") from error
-    return _plain(tag, value)
-
-
-_COLLECTIONS: dict[str, Callable[[Iterable[Any]], Any]] = {
-    "set": set, "frozenset": frozenset, "range": lambda items: range(*items), "slice": lambda items: slice(*items),
-    "size": torch.Size,
-}  # fmt: skip
+    try:
+        if tag in COLLECTIONS and isinstance(value, list):
+            return COLLECTIONS[tag].read(_key(item, tensor_for) for item in value)
+        if tag in TAGS:
+            return TAGS[tag].read(value)
+    except (ValueError, TypeError, RuntimeError, LookupError) as error:
+        raise CorruptMessageError(f"not a {tag} of a layout: {error}") from error
+    raise CorruptMessageError(f"not a {str(tag)[:40]!r} of a layout: {str(value)[:40]}")
 
 
 def _shared(array: Any) -> Tensor | None:
@@ -156,27 +150,6 @@ def _key(node: Any, tensor_for: _TensorFor) -> Any:
     except TypeError as error:
         raise CorruptMessageError(f"not a key of a layout: {error}") from error
     return key
-
-
-def _plain(tag: str, value: Any) -> Any:
-    try:
-        if tag == "float":
-            return float.fromhex(value)
-        if tag == "bytes":
-            return base64.b64decode(value, validate=True)
-        if tag == "complex":
-            real, imag = map(float.fromhex, value)
-            return complex(real, imag)
-        if tag == "numpy" and re.fullmatch(r"[<>|=][biufcmM]\d{1,2}(\[\w{1,16}\])?", value[0]):
-            (made,) = np.frombuffer(bytes.fromhex(value[1]), np.dtype(value[0]))
-            return made
-        if tag == "device":
-            return torch.device(str(value))
-        if tag == "dtype" and isinstance(made := getattr(torch, value, None), torch.dtype):
-            return made
-    except (ValueError, TypeError, RuntimeError, LookupError) as error:
-        raise CorruptMessageError(f"not a {tag} of a layout: {error}") from error
-    raise CorruptMessageError(f"not a {str(tag)[:40]!r} of a layout: {str(value)[:40]}")
 
 
 def _item(existing: Any, key: Any) -> Any:

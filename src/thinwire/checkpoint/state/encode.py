@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from thinwire.checkpoint.state.layout import ALIGNMENT_BYTES, DTYPES, STORABLE, StateLayout, TensorSlice
+from thinwire.checkpoint.state.layout import COLLECTIONS, DTYPES, STORABLE, TAGS, StateLayout, TensorSlice, aligned
 from thinwire.checkpoint.state.sharding import local_of, part_of
 
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
@@ -105,7 +104,7 @@ def flatten(state: Any) -> tuple[StateLayout, list[Tensor]]:
 def _scan(value: Any, structure: list[Any], leaves: list[Any]) -> None:
     """Everything of a state in one order: its structure, and its leaves."""
     if type(value) in _LEAVES:
-        structure.append(None)
+        structure.append(_form_of(value))
         leaves.append(value)
     elif isinstance(value, dict):
         keys = tuple(value)
@@ -119,15 +118,15 @@ def _scan(value: Any, structure: list[Any], leaves: list[Any]) -> None:
         for inner in value:
             _scan(inner, structure, leaves)
     elif isinstance(value, np.ndarray):
-        structure.append(np.ndarray)
         leaves.append(_array(value))
+        structure.append((np.ndarray, _form_of(leaves[-1])))
     elif _is_wrapper(value):
         names, context = value.__tensor_flatten__()
         structure.append((type(value), tuple(names), repr(context), value.shape, value.stride()))
         for name in names:
             _scan(getattr(value, name), structure, leaves)
     else:
-        structure.append(None)
+        structure.append(_form_of(value))
         leaves.append(value)
 
 
@@ -145,44 +144,20 @@ def _array(value: np.ndarray) -> Any:
         return value
 
 
-@dataclass(frozen=True)
-class _TensorLeaf:
-    """The index of a tensor among the leaves, and its required properties. ``first``: the leaf that it is tied to."""
+class _TensorLeaf(NamedTuple):
+    """The index of a tensor among the leaves, the number of its slice, and the leaf that it is tied to, or its own."""
 
     index: int
     number: int
     first: int
-    kind: type
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-    spec: Any  # of a DTensor
-
-    @classmethod
-    def of(cls, tensor: Tensor, index: int, number: int, first: int) -> _TensorLeaf:
-        local = local_of(tensor)
-        return cls(index, number, first, type(tensor), local.shape, local.dtype, local.device, _spec(tensor))
-
-    def local(self, tensor: Any) -> Tensor | None:
-        """The local tensor of this rank; None if it does not fit."""
-        if type(tensor) is not self.kind:
-            return None
-        local = tensor
-        if self.spec is not None:
-            if _spec(tensor) != self.spec:
-                return None
-            local = local_of(tensor)
-        fits = (
-            local.shape == self.shape
-            and local.dtype is self.dtype
-            and local.device == self.device
-            and local.layout is torch.strided
-        )
-        return local if fits else None
 
 
-def _spec(tensor: Tensor) -> Any:
-    return (tensor.shape, tensor.placements, tensor.device_mesh) if isinstance(tensor, DTensor) else None
+def _form_of(leaf: Any) -> Any:
+    """All that has to stay as it is of a tensor for the same slice; None for a value, which may be any other."""
+    if not isinstance(leaf, Tensor):
+        return None
+    spec = (leaf.placements, leaf.device_mesh) if isinstance(leaf, DTensor) else None
+    return type(leaf), leaf.shape, leaf.dtype, leaf.device, leaf.layout, spec
 
 
 class _Form:
@@ -215,7 +190,7 @@ class _Form:
         ]
         shared_bytes = 0
         for number in sorted(originals, key=lambda number: (not first[number], number)):
-            offset = -(-self._payload_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+            offset = aligned(self._payload_bytes)
             item = self._slices[number] = replace(self._slices[number], offset=offset)
             self._payload_bytes = offset + item.nbytes
             shared_bytes = self._payload_bytes if first[number] else shared_bytes
@@ -225,20 +200,17 @@ class _Form:
         """None if the state is not of this form any more."""
         tensors: list[Tensor] = []
         originals: list[Tensor] = []
-        for leaf in self._tensors:
-            tensor = leaves[leaf.index]
-            local = leaf.local(tensor)
-            if local is None:
+        for index, number, first in self._tensors:
+            local = local_of(leaves[index])
+            if local.shape != self._slices[number].shape:  # a DTensor may be cut anywhere
                 return None
-            if leaf.first == leaf.index:
+            if first == index:
                 tensors.append(local)
-                originals.append(tensor)
-            elif _view(local) != _view(local_of(leaves[leaf.first])):
+                originals.append(leaves[index])
+            elif _view(local) != _view(local_of(leaves[first])):
                 return None
         for hole, (index, path) in enumerate(self._holes):
             value = leaves[index]
-            if isinstance(value, Tensor):
-                return None
             if value is not self._values[hole] or isinstance(value, set):  # a set may have changed
                 self._values[hole], self._texts[hole] = value, _dumps(_plain(value, path))
         sizes, texts = (self._payload_bytes, self._shared_bytes), [*self._texts]
@@ -298,7 +270,7 @@ class _Form:
             number = len(self._slices) - 1
         else:
             number = next(leaf.number for leaf in self._tensors if leaf.index == first)
-        self._tensors.append(_TensorLeaf.of(tensor, self._leaves, number, first))
+        self._tensors.append(_TensorLeaf(self._leaves, number, first))
         self._pieces[-1] += f'{{"tensor":{number}}}'
 
 
@@ -332,29 +304,16 @@ def kind_of(tensor: Any) -> list[Any]:
 def _plain(value: Any, path: str) -> Any:
     if value is None or isinstance(value, bool):
         return value
-    if isinstance(value, np.generic) and value.dtype.kind in "biufcmM":
-        return {"numpy": [value.dtype.str, value.tobytes().hex()]}
-    if isinstance(value, str):
-        return str(value)
-    if isinstance(value, int):
-        return int(value)
-    if isinstance(value, float):
-        return {"float": float(value).hex()}
-    if isinstance(value, complex):
-        return {"complex": [value.real.hex(), value.imag.hex()]}
-    if isinstance(value, bytes):
-        return {"bytes": base64.b64encode(value).decode()}
-    if isinstance(value, (set, frozenset)):
-        kind = "set" if isinstance(value, set) else "frozenset"
-        return {kind: [_key(item, path) for item in value]}
-    if isinstance(value, (range, slice)):
-        return {type(value).__name__: [_key(item, path) for item in (value.start, value.stop, value.step)]}
-    if isinstance(value, torch.Size):
-        return {"size": list(value)}
-    if isinstance(value, (torch.dtype, torch.device)):
-        return {type(value).__name__: str(value).removeprefix("torch.")}
-    kind = f"numpy array of {value.dtype}" if isinstance(value, np.ndarray) else type(value).__name__
-    raise ValueError(f"{path or 'the state'}: a {kind} cannot be stored; make it of {STORABLE}")
+    if isinstance(value, (int, str)):
+        return str(value) if isinstance(value, str) else int(value)
+    for tag, (kind, write, _) in TAGS.items():
+        if isinstance(value, kind):
+            return {tag: write(value)}
+    for tag, (kind, write, _) in COLLECTIONS.items():
+        if isinstance(value, kind):
+            return {tag: [_key(item, path) for item in write(value)]}
+    what = f"numpy array of {value.dtype}" if isinstance(value, np.ndarray) else type(value).__name__
+    raise ValueError(f"{path or 'the state'}: a {what} cannot be stored; make it of {STORABLE}")
 
 
 def _key(key: Any, path: str) -> Any:

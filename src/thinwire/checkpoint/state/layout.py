@@ -9,11 +9,13 @@ types and order. ``encode`` makes layouts of states, ``decode`` states of layout
 
 from __future__ import annotations
 
+import base64
 import json
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -36,6 +38,50 @@ STORABLE = (
     "dict, list, tuple, set, tensor, numpy array or number, int, float, complex, str, bool, None, bytes, range, slice,"
     " torch.dtype, torch.device and torch.Size"
 )
+
+
+class Tag(NamedTuple):
+    """Values that JSON lacks are stored under the name of a tag: all of ``kind``, as what ``write`` returns."""
+
+    kind: type | tuple[type, ...]
+    write: Callable[[Any], Any]
+    read: Callable[[Any], Any]
+
+
+def _number(value: list[str]) -> Any:
+    if not re.fullmatch(r"[<>|=][biufcmM]\d{1,2}(\[\w{1,16}\])?", value[0]):
+        raise ValueError(f"{value[0]!r} is no dtype of a number")
+    (made,) = np.frombuffer(bytes.fromhex(value[1]), np.dtype(value[0]))
+    return made
+
+
+def _complex(value: list[str]) -> complex:
+    real, imag = map(float.fromhex, value)
+    return complex(real, imag)
+
+
+def _dtype(name: str) -> torch.dtype:
+    if not isinstance(made := getattr(torch, name, None), torch.dtype):
+        raise ValueError(f"torch has no dtype {name}")
+    return made
+
+
+TAGS = {
+    "numpy": Tag((np.number, np.bool_, np.datetime64), lambda v: [v.dtype.str, v.tobytes().hex()], _number),
+    "float": Tag(float, lambda v: float(v).hex(), float.fromhex),
+    "complex": Tag(complex, lambda v: [v.real.hex(), v.imag.hex()], _complex),
+    "bytes": Tag(bytes, lambda v: base64.b64encode(v).decode(), lambda v: base64.b64decode(v, validate=True)),
+    "dtype": Tag(torch.dtype, lambda v: str(v).removeprefix("torch."), _dtype),
+    "device": Tag(torch.device, str, lambda v: torch.device(str(v))),
+}
+COLLECTIONS = {
+    "set": Tag(set, list, set),
+    "frozenset": Tag(frozenset, list, frozenset),
+    "range": Tag(range, lambda v: [v.start, v.stop, v.step], lambda items: range(*items)),
+    "slice": Tag(slice, lambda v: [v.start, v.stop, v.step], lambda items: slice(*items)),
+    "size": Tag(torch.Size, list, torch.Size),
+}
+"""Those that have items, which are stored as what they are."""
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,8 @@ from thinwire.checkpoint.state.layout import StateLayout, TensorSlice
 from thinwire.checkpoint.state.sharding import Targets, fill_own
 from thinwire.errors import ThinwireError
 
+_PARTS = "optimizer", "scheduler", "scaler", "synchronizer", "data"
+
 
 @dataclass(frozen=True)
 class TrainingState:
@@ -48,14 +50,7 @@ class TrainingState:
         return self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
 
     def parts(self) -> dict[str, Any]:
-        named = {
-            "optimizer": self.optimizer,
-            "scheduler": self.scheduler,
-            "scaler": self.scaler,
-            "synchronizer": self.synchronizer,
-            "data": self.data,
-        }
-        return {name: part for kind, parts in named.items() for name, part in _each(kind, parts)}
+        return {name: part for kind in _PARTS for name, part in _each(kind, getattr(self, kind))}
 
     def optimizers(self) -> list[Any]:
         return [part for _, part in _each("optimizer", self.optimizer)]

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from thinwire.comm.cuda.arena import FIRST_BYTES, LIMIT_BYTES, Arena
-from thinwire.comm.cuda.device import CudaDevice, Device
+from thinwire.comm.cuda.device import CudaDevice
 from thinwire.comm.process_group import DeviceEvent, Handover, Staging
 
 CHUNK_BYTES = 4 << 20
@@ -40,7 +40,7 @@ class DeviceStaging(Staging):
 
     def __init__(
         self,
-        device: Device,
+        device: CudaDevice,
         first_bytes: int = FIRST_BYTES,
         limit_bytes: int = LIMIT_BYTES,
         chunk_bytes: int = CHUNK_BYTES,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from thinwire.compress.base import Compressor, Parameter
 from thinwire.compress.methods.sparsify import Sparsifier
-from thinwire.compress.reductions.base import Peers, Phase, Plan, Reduction, Result, Stopwatch, Task
+from thinwire.compress.reductions.base import Peers, Phase, Reduction, Result, Stopwatch, Task
 from thinwire.compress.wrappers import code_of
 
 
@@ -47,9 +47,6 @@ class ByScheme(Reduction):
             means = _summed([tasks[index] for index in indices], peers, stopwatch)
             results.update(zip(indices, means, strict=True))
         return [results[index] for index in range(len(tasks))]
-
-    def sent_bytes(self, plans: Sequence[Plan], rank: int, world_size: int) -> int | None:
-        return 0 if world_size == 1 else None
 
 
 def _summed(tasks: Sequence[Task], peers: Peers, stopwatch: Stopwatch) -> list[Result]:

@@ -24,7 +24,7 @@ from thinwire.comm.hosts import ranks_of_hosts
 from thinwire.comm.lane import Lane
 from thinwire.comm.machine import Machine
 from thinwire.compress.assign import LOSSLESS, NATIVE
-from thinwire.gradients.buckets import OTHERS
+from thinwire.gradients.exact import OTHERS
 from thinwire.gradients.lossless import ROW, LosslessSync
 from thinwire.gradients.tables import weak
 from thinwire.rows import floats
@@ -73,10 +73,6 @@ class DenseChoice:
         self._coded = 0
         self.trial = Trial([Arm(NATIVE), Arm(LOSSLESS)], SETUP_SECONDS)
         self._playing = Playing(lane.agree, "sums of dense gradients", self.trial, weak(self._play))
-
-    @property
-    def is_timed(self) -> bool:
-        return self.trial.is_timed
 
     def finish_step(self, waited: float) -> None:
         """Decide what is due after a step; the next one may be summed another way."""

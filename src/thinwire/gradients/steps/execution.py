@@ -141,7 +141,8 @@ class Execution:
         self.measured_seconds = measured = self._typical_seconds()
         self._enter(self._watch)
         is_slow = self._dense_seconds is not None and measured > self._dense_seconds
-        if is_slow and self._following.can_be_dropped and not self._reported:
+        can_be_dropped = self._following.can_regroup or self._following.compresses  # else it is what is done anyhow
+        if is_slow and can_be_dropped and not self._reported:
             self._enter(self._test)
             self._to_skip, self._trial = 0, Trial([Arm(PLAN), Arm(EXACT)], gain=0.0)
             self._following.pause(self._trial.arm == EXACT)

@@ -18,22 +18,6 @@ _NO_BETTER = 1e-12  # a smaller gain in squared error is rounding
 
 
 @dataclass(frozen=True)
-class Gradient:
-    """The unit of planning: the gradient of one parameter."""
-
-    name: str
-    size_bytes: int
-    is_compressed: bool = False
-
-    @property
-    def load(self) -> Load:
-        """The load of a job with this gradient alone."""
-        if self.is_compressed:
-            return Load(self.name, compressed_bytes=self.size_bytes, num_compressed=1)
-        return Load(self.name, self.size_bytes)
-
-
-@dataclass(frozen=True)
 class JobCosts:
     """Costs in seconds of a job of the lane.
 
@@ -83,17 +67,17 @@ class Measured:
     """The measurements of one rank over some steps, in which all ranks submitted the same jobs.
 
     Args:
-        gradients: gradients in the order in which they become ready.
+        gradients: load of each gradient alone, in the order in which they become ready.
         loads: loads of each job, step by step; the same on all ranks.
         numbers: seconds at which gradients were ready, then seconds of jobs, on this rank; equally many on all ranks.
     """
 
-    gradients: tuple[Gradient, ...]
+    gradients: tuple[Load, ...]
     loads: tuple[tuple[Load, ...], ...]
     numbers: tuple[float, ...]
 
     @classmethod
-    def of(cls, gradients: Sequence[Gradient], steps: Sequence[StepTimes]) -> Measured:
+    def of(cls, gradients: Sequence[Load], steps: Sequence[StepTimes]) -> Measured:
         ready = [step.ready_seconds(gradient.name) for step in steps for gradient in gradients]
         jobs = [[job for job in step.jobs if job.load.size_bytes > 0] for step in steps]
         seconds = [job.seconds for of_step in jobs for job in of_step]
@@ -117,8 +101,7 @@ class Measured:
         ready = median_of_slowest([of_rank[:num_ready] for of_rank in gathered], count)
         last = [min(times) for times in zip(*(of_rank[num_ready:] for of_rank in gathered), strict=True)]
         costs = self._costs(last)
-        loads = [gradient.load for gradient in self.gradients]
-        seconds = [costs.of_tensors(load) for load in loads]
+        seconds = [costs.of_tensors(gradient) for gradient in self.gradients]
         sizes = tuple(gradient.size_bytes for gradient in self.gradients)
         byte_seconds = sum(seconds) / max(1, sum(sizes))
         return Profile(
@@ -126,7 +109,7 @@ class Measured:
             size_bytes=tuple(each / byte_seconds for each in seconds) if byte_seconds else sizes,
             compress=Linear(0.0, 0.0),
             decompress=Linear(0.0, 0.0),
-            communicate=Linear(costs.of_job(loads), byte_seconds),
+            communicate=Linear(costs.of_job(self.gradients), byte_seconds),
             names=tuple(gradient.name for gradient in self.gradients),
         )
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 
 from thinwire.gradients.compressed import CompressedSync
 from thinwire.gradients.parameters import ParameterHooks, indices_of, plan_groups
-from thinwire.gradients.steps.fit import Gradient, Measured
+from thinwire.gradients.steps.fit import Measured
+from thinwire.observe.step import Load
 from thinwire.plan.plan import WORTH
 from thinwire.plan.policy import Policy, counts_bytes
 from thinwire.plan.profile import Groups, Profile
@@ -121,20 +122,7 @@ class Following:
     ) -> None:
         self.groups = groups
         self._names, self._hooks, self._compressed = frozenset(names), hooks, compressed
-
-    @property
-    def can_regroup(self) -> bool:
-        return self._hooks is not None
-
-    @property
-    def can_be_dropped(self) -> bool:
-        """Whether exact synchronization in the default groups would differ from the present one."""
-        return self._hooks is not None or self._compressed is not None
-
-    @property
-    def compresses(self) -> bool:
-        """Whether there is compression, with memories to drop."""
-        return self._compressed is not None
+        self.can_regroup, self.compresses = hooks is not None, compressed is not None
 
     @property
     def num_groups(self) -> int:
@@ -169,15 +157,15 @@ class Following:
         groups = ([index for index in group if index in known] for group in self._planned or default)
         return contiguous([group for group in groups if group], order)
 
-    def gradients(self) -> list[Gradient]:
-        """Return the gradients in the order in which they become ready."""
+    def gradients(self) -> list[Load]:
+        """Return the load of each gradient, in the order in which they become ready."""
         assert self._hooks is not None
-        gradients = []
+        loads = []
         for index in self._order():
-            entry = self._hooks.trained[index]
-            compresses = self._compressed is not None and self._compressed.takes(entry.name)
-            gradients.append(Gradient(entry.name, entry.num_bytes, compresses))
-        return gradients
+            name, num_bytes = self._hooks.trained[index].name, self._hooks.trained[index].local.nbytes
+            is_compressed = self._compressed is not None and self._compressed.takes(name)
+            loads.append(Load(name, 0, num_bytes, 1) if is_compressed else Load(name, num_bytes))
+        return loads
 
     @property
     def _planned(self) -> Groups | None:

@@ -173,9 +173,9 @@ class StepLoop:
             execution.finish_step(times)
         if not counts or is_joining(self._model()):
             return
-        if rows is not None and not (choice is not None and choice.is_timed):
+        if rows is not None and not (choice is not None and choice.trial.is_timed):
             rows.finish_step(waited)
-        if choice is not None and not (rows is not None and rows.is_timed):
+        if choice is not None and not (rows is not None and rows.trial.is_timed):
             choice.finish_step(waited)
 
     def _check_mode(self) -> None:

@@ -53,10 +53,6 @@ class RowsChoice:
         self._is_warm = False
         self._playing = Playing(lane.agree, "sums of tables", self.trial, weak(self._turn))
 
-    @property
-    def is_timed(self) -> bool:
-        return self.trial.is_timed
-
     def finish_step(self, waited: float) -> None:
         """Decide how tables are summed in the next step."""
         self._playing.finish_step(waited)

@@ -17,7 +17,7 @@ from thinwire.sums.cost import Demand
 from thinwire.sums.named import DENSE, name_of
 from thinwire.tune.prices import is_dense, price, prices, ranked
 
-_SMALL_BYTES = 256 * 1024  # tables whose sums are smaller travel together, see `thinwire.gradients.tables.plan_groups`
+_SMALL_BYTES = 256 * 1024  # tables whose sums are smaller travel together, see `GradientSync.groups`
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ STAMP  := $(VENV)/.installed
 DEMO   := $(VENV)/.demo
 
 .PHONY: help install demo site docs dist kernels test test-all test-slow test-integrations test-kernels test-gpu \
-  test-jit-off test-nightly house lint format clean
+  test-jit-off test-torches test-nightly house lint format clean
 
 help:            ## list the verbs
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -51,7 +51,7 @@ kernels: install ## compile the kernels for this processor, once, on all cores
 test: lint kernels ## lint, types, and each behaviour once: 8 minutes on 2 slow cores
 	THINWIRE_EXAMPLES=25 $(PYTEST) --assert=plain $(QUICK)
 
-PARTS := test test-slow test-integrations docs dist test-kernels test-jit-off
+PARTS := test test-slow test-integrations docs dist test-kernels test-jit-off test-torches
 test-all: $(or $(PART),$(PARTS)) ## every test that needs no GPU; PART="docs test-slow": these parts of it
 
 test-slow: kernels ## what starts programs, repeats faults or takes long, and all combinations of parameters; SHARE=1/4: a quarter
@@ -84,6 +84,23 @@ test-gpu: ## what needs a GPU: its tests and times, on one page to send back; wi
 
 test-jit-off: install ## the kernels as plain Python, which coverage tools can see
 	NUMBA_DISABLE_JIT=1 $(SUITE) tests/kernels/test_kernels.py tests/kernels/test_kernel_parity.py tests/kernels/test_kernel_sums.py
+
+# The oldest and the newest torch, each in an environment of its own; another Python by PYTHON=python3.13 in a fresh clone.
+TORCHES := 2.11 2.15
+OF_TORCH := tests/gradients tests/attach tests/outer tests/comm tests/backend tests/reproducible tests/sums
+
+test-torches: $(TORCHES:%=test-torch-%) ## what starts ranks, on the oldest and the newest torch; TORCHES="2.12 2.13": on these
+
+$(TORCHES:%=test-torch-%): test-torch-%: $(VENV)/torch-%/.installed
+	$(VENV)/torch-$*/bin/python tools/suite.py -n 4 --dist worksteal -m "ranks and not gpu and not slow" --pairs $(OF_TORCH)
+
+$(TORCHES:%=$(VENV)/torch-%/.installed): $(VENV)/torch-%/.installed: pyproject.toml constraints.txt
+	@echo "torch $*: an environment of its own, 2 to 10 minutes; 1.3 GB on disk, or 6 GB where pip has only the build with CUDA"
+	$(PYTHON) -m venv $(VENV)/torch-$*
+	$(VENV)/torch-$*/bin/python tools/install_torch.py $*
+	grep -v '^torch==' constraints.txt > $(VENV)/torch-$*/constraints.txt
+	$(VENV)/torch-$*/bin/python -m pip install --quiet -c $(VENV)/torch-$*/constraints.txt -e '.[all,test]'
+	@touch $@
 
 test-nightly: test-all ## all of them, and long fuzzing
 	THINWIRE_EXAMPLES=300 $(PYTEST) -m "not gpu and not slow and not ranks"

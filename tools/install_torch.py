@@ -1,5 +1,8 @@
 """Install torch into this environment: its build for CPUs where there is no NVIDIA driver; `make install` calls it.
 
+    python tools/install_torch.py         # the version in constraints.txt
+    python tools/install_torch.py 2.15    # another one: `make test-torches`
+
 From PyPI torch comes with CUDA, for which it downloads 3 GB that a machine without a GPU cannot use.
 """
 
@@ -55,9 +58,8 @@ def answers(index: str) -> bool:
 
 def pip(*options: str) -> int:
     """Install torch by pip, and return its exit status."""
-    return subprocess.call(
-        [sys.executable, "-m", "pip", "install", "--quiet", *options, "-c", str(CONSTRAINTS), "torch"]
-    )
+    torch = [f"torch=={version}.*" for version in sys.argv[1:]] or ["-c", str(CONSTRAINTS), "torch"]
+    return subprocess.call([sys.executable, "-m", "pip", "install", "--quiet", *options, *torch])
 
 
 if __name__ == "__main__":

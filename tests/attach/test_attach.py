@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -142,6 +143,68 @@ OFTEN = "sparse", "tied"
 )
 def test_trains_as_stock_ddp(mode: str) -> None:
     run_ranks(_same_as_stock, *MODES[mode], world_size=3, timeout_seconds=60)
+
+
+class Normed(Tagger):
+    """With buffers, which DDP broadcasts unless it is told not to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(7)
+
+    def forward(self, words: Tensor, use_tags: bool = True) -> Tensor:
+        return self.norm(super().forward(words, use_tags))
+
+
+DDP_OPTIONS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "static graph": {"static_graph": True},
+    "views": {"gradient_as_bucket_view": True},
+    "many buckets": {"bucket_cap_mb": 0.01},
+    "a cap for each bucket": {"bucket_cap_mb_list": [0.01, 0.05, 1]},
+    "finds unused": {"find_unused_parameters": True},
+    "own buffers": {"broadcast_buffers": False},
+    "batched copies": {"batched_grad_copy": True},
+    "batched copies into views": {"batched_grad_copy": True, "gradient_as_bucket_view": True},
+    "lazy buckets": {"lazy_bucket_allocation": True},
+    "lazy buckets, batched copies": {"lazy_bucket_allocation": True, "batched_grad_copy": True},
+}
+KNOWN_OPTIONS = inspect.signature(DistributedDataParallel.__init__).parameters.keys()  # some are of torch 2.14 and 2.15
+
+
+def _trained(context: RankContext, options: dict[str, Any], by_hand: bool, how: dict[str, Any] | None) -> list[Tensor]:
+    torch.manual_seed(0)
+    model: Any = DistributedDataParallel(Normed(), **options)
+    sync = None if how is None else thinwire.attach(model, **how)
+    model.require_manual_backward_finalization = by_hand
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    data = torch.Generator().manual_seed(100 + context.rank)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        model((torch.rand(24, generator=data) ** 3 * NUM_WORDS).long()).square().mean().backward()
+        if by_hand:
+            model.finalize_backward()
+        optimizer.step()
+    if sync is not None:
+        sync.detach()
+    return [tensor.detach().clone() for tensor in (*model.module.parameters(), *model.module.buffers())]
+
+
+def _same_bits_as_stock(context: RankContext, options: dict[str, Any]) -> None:
+    sparsifier = {"dense": thinwire.compress.top_k(0.1)}
+    plain = _trained(context, {}, False, sparsifier) if options.get("broadcast_buffers", True) else None
+    for by_hand in (False, True) if hasattr(DistributedDataParallel, "finalize_backward") else (False,):
+        stock = _trained(context, options, by_hand, None)
+        for how in ({"rows": "zen"}, {"dense": "lossless"}):
+            assert all(map(torch.equal, _trained(context, options, by_hand, how), stock)), (how, by_hand)
+        if plain is not None:
+            assert all(map(torch.equal, _trained(context, options, by_hand, sparsifier), plain)), by_hand
+
+
+@pytest.mark.parametrize("name", [name for name, options in DDP_OPTIONS.items() if options.keys() <= KNOWN_OPTIONS])
+def test_options_of_ddp_change_no_bit(name: str) -> None:
+    """On two ranks, whose sums have one order; of a compressor, no bit of what it does without them."""
+    run_ranks(_same_bits_as_stock, DDP_OPTIONS[name], world_size=2, timeout_seconds=60)
 
 
 def _unused(context: RankContext) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from types import FrameType
 
 import pytest
@@ -16,8 +17,10 @@ from thinwire.lab.testbed.launch import RankContext, run_ranks
 pytestmark = pytest.mark.ranks
 
 STEPS = 5
-MAX_CALLS = 850
-"""It takes 790 by zen on two ranks, all threads together, half of them on the lane's two rounds of messages."""
+MAX_CALLS = 820
+"""It takes 762 by zen on two ranks of torch 2.13, and 785 of 2.15, all threads together, half of them on the lane's two
+rounds of messages."""
+OURS = str(Path(thinwire.__file__).parent)
 
 
 class Tiny(nn.Module):
@@ -38,7 +41,10 @@ def _calls_of_a_step(context: RankContext) -> float:
 
     def count(frame: FrameType, event: str, argument: object) -> None:
         nonlocal calls
-        calls += event == "call"
+        callers = (
+            (frame, frame.f_back) if event == "call" else ()
+        )  # not what torch calls inside, another number in each
+        calls += any(one is not None and one.f_code.co_filename.startswith(OURS) for one in callers)
 
     for step in range(3 + STEPS):
         model.zero_grad()

@@ -74,7 +74,7 @@ def test_what_is_no_model(name: str) -> None:
         thinwire.attach(given)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 def test_a_whole_script_module() -> None:
     with pytest.raises(ValueError, match=r"ScriptModule.*wrap it in an nn.Module, or script its parts"):
         thinwire.attach(torch.jit.script(nn.Linear(4, 4)))

@@ -40,3 +40,22 @@ def test_a_method_that_is_never_compiled_runs_as_it_is() -> None:
 
     c10d.never_compiled(halved)
     assert torch.compile(halved, backend=refused)(torch.ones(())) == 0.5
+
+
+@pytest.mark.parametrize("name", ["set_code_exec_strategy", "_FrameExecStrategy", "_FrameAction"])
+def test_a_torch_without_a_name_of_the_compiler_still_imports(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch._C._dynamo.eval_frame, name)
+    assert c10d.never_compiled(lambda: 3)() == 3
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_group_that_torch_does_not_know_has_a_timeout_and_global_ranks() -> None:
+    group = c10d.unregistered_group(dist.HashStore(), [0], 0, timedelta(seconds=7))
+    assert c10d.timeout_of(group) == timedelta(seconds=7)
+    c10d.set_timeout(group, timedelta(seconds=5))
+    assert c10d.back_end_of(group).options.global_ranks_in_group == [0]
+    with pytest.raises(RuntimeError):
+        c10d.back_end_of(group, "cuda")
+    ones = torch.ones(2)
+    group.allreduce([ones]).wait()
+    assert torch.equal(ones, torch.ones(2))

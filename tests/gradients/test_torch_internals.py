@@ -174,6 +174,9 @@ def test_fsdp_gives_a_parameter_up_and_takes_it_again() -> None:
     state = internals.fsdp_state(model[0])
     groups, (kept,) = internals.parameter_groups_of(state), internals.parameter_groups(model)
     assert internals.parameter_groups_of(SimpleNamespace()) == []
+    if not hasattr(state, "_fsdp_param_groups"):
+        assert not groups, "tables stay with FSDP before torch 2.12"
+        return
     (group,) = groups
     groups.remove(group)
     internals.to_sharded(group)

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from thinwire.gradients.torch_internals import TESTED
+
 ROOT = Path(__file__).parents[2]
 CPU = ("--no-deps", "--index-url", "https://download.pytorch.org/whl/cpu", "--timeout", "15", "--retries", "1")
 
@@ -54,6 +56,17 @@ def test_torch_is_that_for_this_machine(
     assert says in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("asked", "wanted"), [([], ["-c", "torch"]), (["2.15"], ["torch==2.15.*"])])
+def test_another_version_is_not_that_of_the_constraints(
+    tool: object, monkeypatch: pytest.MonkeyPatch, asked: list[str], wanted: list[str]
+) -> None:
+    seen: list[list[str]] = []
+    monkeypatch.setattr(sys, "argv", ["install_torch.py", *asked])
+    monkeypatch.setattr(subprocess, "call", lambda command: seen.append(command) or 0)
+    assert tool.pip() == 0  # type: ignore[attr-defined]
+    assert [part for part in seen[0][5:] if not part.endswith(".txt")] == wanted
+
+
 def test_torch_that_is_there_is_left_alone(
     tool: object, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -93,3 +106,19 @@ def test_both_orders_install_each_thing_once(clone: Path, order: tuple[str, str]
                 (clone / path).touch()
     first = {"demo": [".[cpu,plot,testbed]"], "install": [".[dev]"]}
     assert extras == [first[order[0]], first["install"] if order[1] == "install" else []]
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="no make")
+def test_each_torch_has_its_own_environment(clone: Path) -> None:
+    """With other versions than the constraints have only of torch, and what it costs is said first."""
+    said = commands(clone, "test-torches")
+    torches = re.findall(r"install_torch.py (\S+)", said)
+    tested = re.findall(r"\.venv/torch-(\S+)/bin/python tools/suite.py (.*)", said)
+    assert [version for version, _ in tested] == torches
+    assert " to ".join(torches) == TESTED
+    assert all("ranks and not gpu" in arguments for _, arguments in tested)
+    assert said.index("GB on disk") < said.index("-m venv")
+    declared = re.findall(r'"torch>=(\S+?)"', (clone / "pyproject.toml").read_text())
+    assert declared == [torches[0]]
+    page = (ROOT / "docs" / "start" / "install.md").read_text()
+    assert all(re.search(rf"^\| {re.escape(version)}", page, re.M) for version in torches)

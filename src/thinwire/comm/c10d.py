@@ -15,20 +15,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _DistributedBackendOptions as BackEndOptions
-from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch.distributed import distributed_c10d
 
-NEEDED = """
-    _get_object_coll_device _get_process_group_store _get_default_store _new_process_group_helper _world.pg_group_ranks
-    _get_default_timeout"""
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import _DistributedBackendOptions as BackEndOptions
+
+NEEDED = """_get_object_coll_device _get_process_group_store _get_default_store _new_process_group_helper
+    _world.pg_group_ranks"""
 """Those that every group of ours needs."""
 F = TypeVar("F", bound=Callable[..., Any])
-_NEVER = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)  # nor what it calls
 
 
 def device_of(group: dist.ProcessGroup) -> torch.device:
@@ -117,5 +116,8 @@ def never_compiled(function: F) -> F:
     A compiled train step would compile what its forward and backward call. Four wrapped hooks took 30 us of a step.
     """
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
-    set_code_exec_strategy(function.__code__, _NEVER)  # type: ignore[attr-defined]
+    with suppress(AttributeError):  # an import of another torch must not fail, which `attach` refuses in a sentence
+        frames: Any = torch._C._dynamo.eval_frame
+        never = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)  # nor what it calls
+        frames.set_code_exec_strategy(function.__code__, never)
     return function

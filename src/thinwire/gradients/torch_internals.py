@@ -246,7 +246,7 @@ _PARAMETERS = "sharded_param sharded_size padded_sharded_param_size offload_to_c
 def needed(model: nn.Module) -> Iterator[tuple[object, str]]:
     """Yield what has private names that a model needs, and the names; what later ones need of earlier ones is there."""
     yield dist.distributed_c10d, NEEDED
-    yield torch._C, "_current_graph_task_id"
+    yield torch._C, "_current_graph_task_id _dynamo.eval_frame.set_code_exec_strategy"
     yield torch.autograd, f"Variable._execution_engine.queue_callback graph.{ENGINE_FRAME}"
     yield Tensor, "_version _backward_hooks _post_accumulate_grad_hooks"
     if isinstance(model, DistributedDataParallel):

@@ -27,6 +27,9 @@ from thinwire.observe.step import ParameterRecords
 
 pytestmark = pytest.mark.ranks
 WIDTH = 36
+takes_tables = pytest.mark.skipif(
+    torch.__version__.startswith("2.11."), reason="tables in shards stay with FSDP before torch 2.12"
+)
 
 
 class Network(nn.Module):
@@ -133,6 +136,7 @@ def check(got: list[Any], expected: list[Any]) -> None:
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
 
 
+@takes_tables
 @pytest.mark.parametrize(
     ("world_size", "mode", "own", "dtype", "is_checkpointed"),
     [
@@ -191,6 +195,7 @@ def _waits(context: RankContext) -> None:
         store.wait(["raised"])
 
 
+@takes_tables
 def test_a_lookup_waits_as_long_as_it_was_told() -> None:
     run_ranks(_waits, world_size=2, timeout_seconds=60)
 
@@ -418,6 +423,7 @@ def _warns(context: RankContext) -> list[list[str]]:
     return found
 
 
+@takes_tables
 def test_it_is_said_where_nothing_is_gained() -> None:
     (nothing, lossless, table), others = (outcome.value for outcome in run_ranks(_warns, world_size=2))
     assert len(nothing) == 1

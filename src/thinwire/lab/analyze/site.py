@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import inspect
 import sys
 from pathlib import Path
 from types import FrameType
@@ -82,8 +81,7 @@ def is_called_by_us() -> bool:
 
 def follows_plans(model: DistributedDataParallel) -> bool:
     """Return whether the buckets of such a model can be made the jobs of a plan."""
-    has_caps = "bucket_cap_mb_list" in inspect.signature(DistributedDataParallel.__init__).parameters
-    return has_caps and (not model.find_unused_parameters or bool(model.static_graph))
+    return not model.find_unused_parameters or bool(model.static_graph)
 
 
 def _caller(folder: str) -> FrameType | None:

@@ -41,8 +41,7 @@ class DdpSite:
         target: the variable that holds it, such as ``ddp``; empty if the line does not say.
         call: text of the call that builds it, such as ``DDP(model)``; empty if the line does not say.
         grouped_call: the same with ``bucket_cap_mb_list=plan.bucket_cap_mb_list()``.
-        follows_plans: whether its buckets can be the jobs of a plan: torch 2.11 or later, and without
-            ``find_unused_parameters``.
+        follows_plans: whether its buckets can be the jobs of a plan: without ``find_unused_parameters``.
         last_line: the line where the statement ends.
         inner_line: where a function that returns the model builds it; 0 if ``line`` itself does.
         others: number of further DDP models of the script, which are not measured.

@@ -24,9 +24,11 @@ from thinwire.comm.cuda.staging import DeviceStaging, staging_for
 from thinwire.comm.process_group import Staging
 from thinwire.errors import LostPeerError, ThinwireError
 from thinwire.gradients.buckets import Buckets, Sums
+from thinwire.gradients.compressed import CompressedSync, Statistics
 from thinwire.gradients.exact import GradientSync, Started
 from thinwire.gradients.module import check_parameters
 from thinwire.gradients.tables import StagedTable, TableGradient, staged
+from thinwire.observe.step import ParameterRecords
 from thinwire.rows.sparse import SUPPORTED_DTYPES, SparseRows
 
 
@@ -410,20 +412,25 @@ def test_the_lane_stream_is_left_again() -> None:
     assert device.current == "training"
 
 
-class Tripled:
+class Tripled(CompressedSync):
     """A compressor that triples what it is given, of which it may be given no more than it asked for."""
+
+    def __init__(self, lane: Any, staging: Staging) -> None:
+        super().__init__({}, lane, Statistics(ParameterRecords(), 1), staging=staging)
+        self.memories: Any = SimpleNamespace(release=self._release)
 
     def takes(self, name: str) -> bool:
         return name == "layer"
 
-    def release(self, name: str, gradient: Tensor) -> None:
+    def _release(self, name: str, gradient: Tensor) -> None:
         assert name == "bias"
 
-    def synchronize(self, lane: object, compressed: Any, others: Any, account: str, coded: object) -> None:
+    def _synchronize(self, lane: object, gradients: Any, others: Any, coded: object) -> bool:
         assert coded is None
-        assert [name for name, _ in compressed] == ["layer"]
-        for tensor in (*(gradient for _, gradient in compressed), *others):
+        assert [name for name, _ in gradients] == ["layer"]
+        for tensor in (*(gradient for _, gradient in gradients), *others):
             tensor.mul_(3)
+        return True
 
 
 def _compressed(exchange: LoopbackExchange) -> tuple[Tensor, list[str]]:
@@ -431,7 +438,7 @@ def _compressed(exchange: LoopbackExchange) -> tuple[Tensor, list[str]]:
     layer, bias = nn.Parameter(torch.zeros(30, 20)), nn.Parameter(torch.zeros(7))
     lookups: Any = Lookups()
     lane: Any = FakeLane(exchange, staging)
-    compressed: Any = Tripled()
+    compressed = Tripled(lane, staging)
     names = {id(layer): "layer", id(bias): "bias"}
     buckets = Buckets(Sums(GradientSync("zen"), compressed=compressed), lookups, names, lane, staging)
     bucket: Any = FakeBucket(torch.arange(607.0), [layer, bias], [600, 7])

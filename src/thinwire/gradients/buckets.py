@@ -302,7 +302,7 @@ class Buckets:
         return was_seen or self._gradients.unions.get(name) == 0
 
     def release(self, name: str, gradient: Tensor) -> None:
-        """Add the unsent rest of earlier gradients, if compression ended; see `CompressedSync.release`."""
+        """Add the unsent rest of earlier gradients, if compression ended; see `Memories.release`."""
         if self._compressed is not None:
             self._compressed.memories.release(name, gradient)
 
@@ -421,7 +421,9 @@ class Buckets:
         if not contents.compressed:
             return
         assert self._compressed is not None
-        coded = partial(self._lossless.average, bucket=contents.name, gradients=contents.others)
+        coded = None
+        if self.has_lossless:
+            coded = partial(self._lossless.average, bucket=contents.name, gradients=contents.others)
         others = [other.gradient for other in contents.others]
         self._compressed.synchronize(lane, contents.compressed, others, coded)
 

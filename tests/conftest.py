@@ -41,7 +41,6 @@ def pytest_collection() -> Iterator[None]:
     try:
         return (yield)
     finally:
-        gc.freeze()
         gc.enable()
 
 

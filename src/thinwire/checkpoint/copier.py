@@ -87,31 +87,35 @@ class SlotStaging:
     def __init__(
         self, device: CudaDevice, sub_buffer_bytes: int = SUB_BUFFER_BYTES, sub_buffers: int = SUB_BUFFERS
     ) -> None:
-        self.device, self._sub_buffer_bytes, self._count = device, sub_buffer_bytes, sub_buffers
+        self._device, self._sub_buffer_bytes, self._count = device, sub_buffer_bytes, sub_buffers
         self._buffers: list[Tensor] = []
+
+    def record(self) -> DeviceEvent:
+        """Record the end of the work given to the training's stream so far; call it on the training's thread."""
+        return self._device.record()
 
     def copy(self, tensors: Sequence[tuple[int, Tensor]], written: DeviceEvent, take: Take) -> None:
         """Have ``take`` copy each tensor, as it is after ``written``, to its offset in the payload.
 
         It runs on any thread and returns when all bytes are there. Do not write to the tensors, or free them, before.
         """
-        self._buffers = self._buffers or [self.device.pinned(self._sub_buffer_bytes) for _ in range(self._count)]
+        self._buffers = self._buffers or [self._device.pinned(self._sub_buffer_bytes) for _ in range(self._count)]
         in_flight: deque[tuple[Tensor, list[Piece], DeviceEvent]] = deque()
-        with self.device.lane_stream():
-            self.device.wait(written)
+        with self._device.lane_stream():
+            self._device.wait(written)
             flat = [(offset, _bytes(tensor)) for offset, tensor in tensors if tensor.numel()]
             for number, pieces in enumerate(fills(flat, self._sub_buffer_bytes)):
                 if len(in_flight) == self._count:
                     self._finish(*in_flight.popleft(), take)
                 buffer = self._buffers[number % self._count]
                 for start, source in _runs(pieces):
-                    self.device.copy(buffer[start : start + source.numel()], source)
-                in_flight.append((buffer, pieces, self.device.record()))
+                    self._device.copy(buffer[start : start + source.numel()], source)
+                in_flight.append((buffer, pieces, self._device.record()))
             while in_flight:
                 self._finish(*in_flight.popleft(), take)
 
     def _finish(self, buffer: Tensor, pieces: list[Piece], downloaded: DeviceEvent, take: Take) -> None:
-        self.device.synchronize(downloaded)
+        self._device.synchronize(downloaded)
         for piece in pieces:
             take(piece.offset, buffer[piece.start : piece.end].numpy())
             reach("copy")
@@ -325,7 +329,7 @@ class Copier:
         copies = torch.cat(flat).split([tensor.numel() for tensor in flat]) if flat else ()
         kept = [(number, encoded.tensors[number].detach()) for number in numbers if number in waiting]
         tensors = [(encoded.slices[number].offset, copy) for number, copy in (*zip(now, copies, strict=True), *kept)]
-        return staging, tensors, staging.device.record()
+        return staging, tensors, staging.record()
 
 
 def copy_of(client: HolderClient | None, step: int, attempt: int) -> tuple[bytes, memoryview, memoryview | None]:

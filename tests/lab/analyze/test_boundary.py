@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -127,6 +128,19 @@ def test_a_step_is_what_lies_between_two_steps_of_the_optimizer(case: Any, monke
         backward = counts[1] * sum(step.backward_seconds)
         assert backward == pytest.approx(2.0 * counts[1]), "of synchronized backwards alone"
         assert step.forward_seconds + backward + step.rest_seconds == pytest.approx(seconds)
+
+
+def test_an_optimizer_that_a_script_has_frozen_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = Script()
+    gc.freeze()
+    try:
+        watch = watched(script, monkeypatch)
+        for _ in range(STEPS):
+            two_backwards(script)
+        watch.close()
+    finally:
+        gc.unfreeze()
+    assert watch.num_steps == STEPS
 
 
 def test_the_rest_is_what_accumulated_batches_take(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,6 @@ the whole run.
 
 from __future__ import annotations
 
-import gc
 import os
 import random
 import sys
@@ -39,6 +38,7 @@ from thinwire.lab.analyze.worker import run_as_main
 from thinwire.lab.doctor.equal_loss import ShortCurve, ShortRun
 from thinwire.lab.harmless import harmless, without_attach
 from thinwire.lab.planning.codecs import EchoedMessage, EchoPeers
+from thinwire.lab.planning.ready import living
 from thinwire.lab.testbed.launch import free_port
 from thinwire.lab.testbed.rank import RankContext
 from thinwire.rows.formats import ring_all_reduce_bytes
@@ -278,8 +278,7 @@ class SimulatedTraining:
     def _stepped_by(self, optimizer: Optimizer) -> SimulatedRanks:
         """Return the parameters of an optimizer; whose weights are tables is known by the modules of this process."""
         entries = [entry for group in optimizer.param_groups for entry in group["params"]]
-        embeddings = [one for one in gc.get_objects() if issubclass(type(one), (nn.Embedding, nn.EmbeddingBag))]
-        weights = {id(one.weight) for one in embeddings}
+        weights = {id(one.weight) for one in living(nn.Embedding, nn.EmbeddingBag)}
         trained = {f"{len(self._optimizers)}.{index}": entry for index, entry in enumerate(entries)}
         tables = frozenset(name for name, entry in trained.items() if id(entry) in weights)
         codec = self._run.codec

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -214,7 +214,7 @@ class StepBoundary:
 
     def _waits_for_optimizer(self) -> bool:
         if self._waits is None:
-            self._waits = any(self._is_ours(optimizer) for optimizer in _living_optimizers())
+            self._waits = any(map(self._is_ours, living(Optimizer)))
         return self._waits and (bool(self.optimizers) or self._synchronized < _PATIENCE)
 
     def _is_ours(self, optimizer: Optimizer) -> bool:
@@ -222,9 +222,11 @@ class StepBoundary:
         return any(id(parameter) in self._ids for group in groups for parameter in group["params"])
 
 
-def _living_optimizers() -> Iterator[Optimizer]:
-    """Yield the optimizers of this process: torch keeps no list. Types are asked, because proxies answer for others."""
-    return (entry for entry in gc.get_objects() if issubclass(type(entry), Optimizer))
+def living(*types: type) -> list[Any]:
+    """Return the objects of these types in this process. Their types are asked, because proxies answer for others."""
+    if gc.get_freeze_count():
+        gc.unfreeze()  # what a script has frozen is in no list
+    return [entry for entry in gc.get_objects() if issubclass(type(entry), types)]
 
 
 class StepWatch:

@@ -47,7 +47,7 @@ def test_bytes_of_a_device_arrive_through_the_ring(sizes: list[int], sub_buffer_
     state = {str(number): torch.randn(size)[::2] for number, size in enumerate(sizes)}
     layout, tensors = flatten(state)
     payload = torch.zeros(layout.payload_bytes, dtype=torch.uint8)
-    written = staging.device.record()
+    written = staging.record()
 
     def take(offset: int, data: np.ndarray) -> None:
         payload[offset : offset + len(data)] = torch.from_numpy(data)

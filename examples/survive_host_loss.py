@@ -51,6 +51,8 @@ def train(rank: int, directory: str, start: int, options: argparse.Namespace) ->
             optimizer.step()
             checkpointer.step()
             sleep(options.step_seconds)
+            stats = checkpointer.stats()
+            (place / f"safe.{rank}").write_text(f"{stats['checkpoint/steps'] - stats['checkpoint/at_risk_steps']:.0f}")
             (place / f"reached.{rank}").write_text(f"{step + 1}")
             if rank == 0 and step % 10 == 9:
                 print(f"step {step + 1}: loss {loss.item():.6f}", flush=True)
@@ -66,12 +68,18 @@ def start_ranks(directory: str, start: int, options: argparse.Namespace) -> list
     return ranks
 
 
-def wait_until_reached(directory: str, step: int, ranks: list[BaseProcess]) -> None:
+def wait_until_reached(directory: str, step: int, ranks: list[BaseProcess]) -> int:
+    """Wait until all ranks have reached the step and a version is safe; return the newest step that is."""
     deadline = monotonic() + 120
-    while not all(int(_read(Path(directory) / f"reached.{rank}")) >= step for rank in range(len(ranks))):
+
+    def read(what: str) -> list[int]:
+        return [int(_read(Path(directory) / f"{what}.{rank}")) for rank in range(len(ranks))]
+
+    while min(read("reached")) < step or not (safe := max(read("safe"))):
         if monotonic() > deadline or any(process.exitcode is not None for process in ranks):
             sys.exit("the training did not get that far")
         sleep(0.02)
+    return safe
 
 
 def _read(path: Path) -> str:
@@ -99,8 +107,8 @@ def main() -> None:
         ranks: list[BaseProcess] = []
         try:
             ranks = start_ranks(directory, 0, options)
-            wait_until_reached(directory, options.lose_at, ranks)
-            print("host 1 is lost, and the memory of its holder with it", flush=True)
+            safe = wait_until_reached(directory, options.lose_at, ranks)
+            print(f"host 1 is lost, and the memory of its holder with it; step {safe} is on another host", flush=True)
             os.kill(holders.pop(1), signal.SIGKILL)
             for process in ranks:
                 process.kill()

@@ -714,10 +714,11 @@ def test_the_example_survives(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_example_survives_the_loss_of_a_host() -> None:
     example = Path(__file__).parents[2] / "examples" / "survive_host_loss.py"
-    command = [sys.executable, str(example), "--hosts", "2", "--steps", "20", "--lose-at", "12"]
+    command = [sys.executable, str(example), "--hosts", "2", "--steps", "40", "--lose-at", "12"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
     assert ended.returncode == 0, ended.stderr
     starts = [int(step) for step in re.findall(r"starts at step (\d+)", ended.stdout)]
+    safe = int(re.findall(r"step (\d+) is on another host", ended.stdout)[0])
     assert starts[0] == 0
-    assert 10 <= starts[1] < 20
-    assert "step 20: loss" in ended.stdout
+    assert 0 < safe <= starts[1] <= 40, "how many steps are at risk is up to the machine, and is said"
+    assert "step 40: loss" in ended.stdout or starts[1] == 40

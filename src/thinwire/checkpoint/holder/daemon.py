@@ -18,6 +18,7 @@ from typing import Any
 
 _LOG_BYTES = 10_000_000
 _LOOK_SECONDS = 0.5  # between looks at the socket's path
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def main(options: dict[str, Any]) -> int:
@@ -54,29 +55,35 @@ def _serve(options: dict[str, Any], ready: int) -> int:
     handler = _log_file(f"{options['socket']}.log") if options.get("detach") else logging.StreamHandler()
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO, handlers=[handler])
     _raise_file_limit()
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # in the threads of the holder too, which inherit the mask
     try:
         holder = Holder(config_of(options))
     except (ValueError, ThinwireError, OSError) as error:
         _say(ready, {"error": str(error), "kind": type(error).__name__})
         return 1
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: holder.stopping.set())
-    reload = threading.Event()
-    signal.signal(signal.SIGHUP, lambda *_: reload.set())
+    threading.Thread(target=_obey_signals, args=(holder,), daemon=True).start()
     status = {key: holder.status()[key] for key in ("pid", "socket", "address", "budget_bytes")}
     if options.get("ready_file"):
         Path(options["ready_file"]).write_text(json.dumps(status, indent=2) + "\n")
     _say(ready, {"ready": True, **status})
     while not holder.stopping.wait(_LOOK_SECONDS):
         holder.keep_socket()
-        if reload.is_set():
-            reload.clear()
-            try:
-                holder.reload()
-            except (ValueError, OSError) as error:
-                logging.error("nothing was read again: %s", error)
     holder.stop()
     return 0
+
+
+def _obey_signals(holder: Any) -> None:
+    """Reload at each SIGHUP, and stop at SIGTERM or SIGINT.
+
+    A thread takes them, and no handler: that runs between any two instructions of the main thread, and waits for ever
+    for the lock of an event that the main thread holds there.
+    """
+    while signal.sigwait(_SIGNALS) == signal.SIGHUP:
+        try:
+            holder.reload()
+        except (ValueError, OSError) as error:
+            logging.error("nothing was read again: %s", error)
+    holder.stopping.set()
 
 
 def _log_file(path: str) -> logging.Handler:

@@ -225,7 +225,7 @@ class ThinwireGroup(dist.ProcessGroup):
         if is_large and (scale := self._scale(tensor, arguments, keywords)) is not None:
             about, add = f"{tensor.numel()} values times {scale}", partial(_add_parts, _values(tensor), scale)
             begin = partial(_coded, "reduce_scatter", about, _values(output), add)
-        forward = partial(self._plain.reduce_scatter_single, output, tensor, *arguments, **keywords)
+        forward = partial(self._plain._reduce_scatter_base, output, tensor, *arguments, **keywords)
         return self._run("reduce_scatter", tensor, output, begin, forward)
 
     _reduce_scatter_base = reduce_scatter_single
@@ -236,7 +236,7 @@ class ThinwireGroup(dist.ProcessGroup):
         if self._may_code("all_gather", tensor) and _are_parts(tensor, output, self.size()):
             about, gather = f"{tensor.numel()} values", partial(_gather, _values(tensor))
             begin = partial(_coded, "all_gather", about, _values(output), gather)
-        forward = partial(self._plain.all_gather_single, output, tensor, *arguments, **keywords)
+        forward = partial(self._plain._allgather_base, output, tensor, *arguments, **keywords)
         return self._run("all_gather", tensor, output, begin, forward)
 
     _allgather_base = all_gather_single
@@ -665,7 +665,7 @@ _FORWARDED = {
     "barrier": 0, "reduce": 0, "allreduce_coalesced": 0, "allgather": 1,
     "allgather_coalesced": 1, "allgather_into_tensor_coalesced": 1, "all_gather_single_coalesced": 1, "gather": 1,
     "scatter": 0, "reduce_scatter": 1, "reduce_scatter_tensor_coalesced": 1, "reduce_scatter_single_coalesced": 1,
-    "alltoall": 1, "alltoall_base": 1, "all_to_all_single": 1,
+    "alltoall": 1, "alltoall_base": 1, "all_to_all_single": 1, "gather_single": 1, "gather_into_tensor": 1,
 }  # fmt: skip
 """Collectives that are only counted, and the index of the argument that has the tensors of this rank.
 

@@ -102,6 +102,8 @@ class Block:
 class Stream:
     """What ``torch.cuda.Stream`` is under simulation."""
 
+    device_type = 1  # CUDA's, which FSDP of torch 2.15 hands to an operator that does nothing for CUDA
+
     def __init__(self, device: object = None, priority: int = 0, *, kind: str = "") -> None:
         self.world = current()
         self.device_index = index_of(device)
@@ -111,6 +113,7 @@ class Stream:
             self.world.use(self.device_index, "a stream is made")
             kind = f"fsdp {next(self.world.numbers)}" if _is_called_by("/_fully_shard/") else ""
         self.name = f"cuda:{self.device_index} {kind or f'stream {next(self.world.numbers)}'}"
+        self.stream_id = len(self.world.streams)
         self._queue: deque[Callable[[], None]] = deque()
         self._added = self._done = 0
         self.world.streams[self.name] = self

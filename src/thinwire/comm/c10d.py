@@ -5,6 +5,7 @@
 | ``_get_object_coll_device``, ``_get_process_group_store``, ``_get_default_store`` | 2.11 to 2.15 |
 | ``_new_process_group_helper``, ``_world.pg_group_ranks`` | 2.11 to 2.15 |
 | ``_get_backend``, ``_register_backend``, ``_set_default_backend`` of a group | 2.11 to 2.15 |
+| ``_reduce_scatter_base``, ``_allgather_base`` of a group (``_single`` since 2.13) | 2.11 to 2.15 |
 | ``_set_default_timeout`` and ``options._timeout`` of a back end | 2.11 to 2.15 |
 | ``_get_default_timeout``, ``_create_process_group_wrapper``, ``_DistributedBackendOptions`` | 2.11 to 2.15 |
 | ``set_code_exec_strategy`` and its types of ``torch._C._dynamo.eval_frame``; ``_torchdynamo_disable`` | 2.11 to 2.15 |

@@ -158,10 +158,8 @@ def test_an_agent_that_starts_again_on_its_host_has_its_place_and_its_holder(hos
     hosts.join("b", "a")
     assert places(hosts.joined("a", "b")) == before
     os.kill(pid, signal.SIGKILL)
-    deadline = time.monotonic() + 10
-    while hosts.agents["b"]._holder_pid == pid and time.monotonic() < deadline:
+    while hosts.agents["b"]._holder_pid == pid:  # until the limit of a test
         time.sleep(0.02)
-    assert hosts.agents["b"]._holder_pid != pid
 
 
 def test_fewer_hosts_go_on_where_that_is_allowed_and_nobody_waits_for_the_dead(hosts: Hosts) -> None:

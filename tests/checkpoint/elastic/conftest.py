@@ -28,7 +28,7 @@ def nothing_outlives_its_test() -> Iterator[None]:
 
     with contextlib.suppress(AssertionError):
         wait_until(has_ended)
-    assert left == set()
+    assert not left, f"still running: {sorted(left)}"
 
 
 def running() -> set[str]:

@@ -44,7 +44,9 @@ PYTEST := $(SUITE) -n 4 --dist worksteal --durations=10
 QUICK  := -m "not gpu and not slow and not docs and not integrations" --pairs
 REST   := -m "not gpu and not docs and not integrations" --rest --ignore=tests/aot --ignore=tests/house/test_gpu_page.py
 
+# Where PYTHONDONTWRITEBYTECODE is set, each process that a test starts would compile the sources: 0.4 s of processor.
 kernels: install ## compile the kernels for this processor, once, on all cores
+	@$(BIN)/python -m compileall -q -j 0 src tests
 	$(BIN)/python tools/compile_kernels.py
 
 # Without rewritten assertions, which take a worker 10 s to load; what fails runs again with them, for its values.

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from tests.common.holders import SECRET, running_holders
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 import thinwire
+from holders import SECRET, running_holders
 from thinwire.checkpoint import Checkpointer, MemoryReader, MemoryWriter
 from thinwire.checkpoint.holder.client import HolderClient
 from thinwire.kernels.jit import code_directory

@@ -43,7 +43,7 @@ def train_rank(context: RankContext, name: str, steps: int, rate: float, seed: i
     clock = Endless(slowest)
     with _advised(advice, clock):
         arguments = ["--steps", str(steps), "--seed", str(seed), "--lr", str(rate * LEARNING_RATES[name])]
-        run_as_main(str(SCRIPT), [name, *arguments], lambda: False)
+        run_as_main(str(SCRIPT), [name, *arguments])
     clock.close()
 
 

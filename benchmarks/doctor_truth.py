@@ -39,7 +39,7 @@ def run_rank(context: RankContext, name: str, steps: int, log: str) -> None:
 
     os.environ.update(torchrun_environment(context), STEPS_LOG=log)
     silence()
-    run_as_main(str(SCRIPT), [name, "--steps", str(steps)], lambda: False)
+    run_as_main(str(SCRIPT), [name, "--steps", str(steps)])
 
 
 def alone(name: str, link: str, ranks: int, steps: int) -> list[float]:

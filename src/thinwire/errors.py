@@ -16,8 +16,9 @@ Wrong arguments are a ``ValueError`` or ``TypeError``, as in torch.
 from __future__ import annotations
 
 import contextlib
+import sys
+import traceback
 from collections.abc import Callable, Iterable
-from types import TracebackType
 from typing import NoReturn, TypeVar
 
 T = TypeVar("T")
@@ -136,21 +137,16 @@ def raising(error: Exception) -> Callable[[], NoReturn]:
 def forget_locals(error: BaseException) -> None:
     """Clear the local variables of thinwire's and torch's frames in the tracebacks of an error and its causes.
 
-    A reference to an error keeps these frames alive, and they hold groups, works, and gradients.
+    A reference to an error keeps these frames alive, and they hold groups, works, and gradients. Where somebody sits
+    before the interpreter (``python -i``, a notebook) they stay: ``pdb.pm()`` shows them.
     """
     seen: set[int] = set()
-    waiting: list[BaseException | None] = [error]
+    waiting = [] if sys.flags.interactive or hasattr(sys, "ps1") else [error]
     while waiting:
         link = waiting.pop()
-        if link is not None and id(link) not in seen:
-            seen.add(id(link))
-            waiting += [link.__cause__, link.__context__]
-            _clear(link.__traceback__)
-
-
-def _clear(trace: TracebackType | None) -> None:
-    while trace is not None:
-        if trace.tb_frame.f_globals.get("__name__", "").split(".")[0] in ("thinwire", "torch"):
-            with contextlib.suppress(RuntimeError):  # it is still running
-                trace.tb_frame.clear()
-        trace = trace.tb_next
+        seen.add(id(link))
+        waiting += [each for each in (link.__cause__, link.__context__) if each is not None and id(each) not in seen]
+        for frame, _ in traceback.walk_tb(link.__traceback__):
+            if frame.f_globals.get("__name__", "").split(".")[0] in ("thinwire", "torch"):
+                with contextlib.suppress(RuntimeError):  # it is still running
+                    frame.clear()

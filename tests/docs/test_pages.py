@@ -147,6 +147,25 @@ def test_links_of_the_first_page_work_in_the_repository() -> None:
     assert [link for link in links if not (ROOT / "docs" / link).is_file()] == []
 
 
+def test_the_first_page_is_a_figure_and_three_lines_and_sends_to_no_other_site() -> None:
+    first = (ROOT / "docs/index.md").read_text().split("\n## ")[0]
+    assert re.search(r"```diff\n(.*\n){3}```", first)
+    (figure,) = re.findall(r"!\[[^]]+\]\(([^)]+)\)", first)
+    assert (ROOT / "docs" / figure).is_file()
+    assert "start/is-it-for-me.md" in first
+    assert "make docs" not in first, "who reads this is on the site"
+
+
+@pytest.mark.parametrize("style", ["src/thinwire/lab/report.css", "docs/stylesheets/extra.css"])
+def test_what_scrolls_sideways_has_a_shadow_where_there_is_more(style: str) -> None:
+    """On a phone tables lost their last column without a mark."""
+    rules = re.findall(
+        r"^\.(?:scroll|md-typeset__scrollwrap)\b[^{]*\{([^}]*)\}", (ROOT / style).read_text(), re.MULTILINE
+    )
+    assert rules[0].count("no-repeat local") == 2, "what hides a shadow scrolls with the table"
+    assert rules[0].count("no-repeat scroll") == 2
+
+
 def test_readme_is_short_and_its_links_work_anywhere() -> None:
     """PyPI shows README too, where a relative link leads nowhere."""
     text = (ROOT / "README.md").read_text()

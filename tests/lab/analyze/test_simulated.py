@@ -66,7 +66,7 @@ def run(script: Path, source: str, training: SimulatedTraining, monkeypatch: pyt
     monkeypatch.setattr(sys, "argv", [])
     monkeypatch.setattr(sys, "path", list(sys.path))
     with training.watching():
-        run_as_main(str(script), [], lambda: training.is_done)
+        run_as_main(str(script), [])
 
 
 SCRIPT = """

@@ -358,6 +358,24 @@ def test_an_exact_way_that_was_not_tried_keeps_its_prediction_and_nothing_lossy_
     assert near.plan.choice == ROWS, "what loses has to be 1.3 times as fast"
 
 
+@pytest.mark.parametrize("seconds", [{}, {TOP_K: 0.19}, {"exact": 2.33}], ids=["neither", "lossy", "exact"])
+def test_to_do_nothing_is_no_verdict_on_a_lossy_way_that_was_not_compared(seconds: dict[str, float]) -> None:
+    diagnosed = diagnosis(20)
+    stock, exact, lossy = finalists(diagnosed)
+    predicted = step_seconds(diagnosed.measurement, stock)
+    assert predicted < 1.03 * step_seconds(diagnosed.measurement, exact), "no exact way is worth it"
+    assert predicted > 8 * step_seconds(diagnosed.measurement, lossy)
+    seen = confirmed(diagnosed, {STOCK: predicted, **seconds})
+    assert seen.plan.does_nothing, "nothing lossy before the best exact way is tried"
+    text = describe(seen)
+    assert f"and {lossy.name}, which is lossy, or the best exact way was not tried\n" in text
+    assert f"Do nothing. But {lossy.name} may be faster: rerun with --compress and its name alone" in text
+    assert "no lossy one" not in text
+    assert "as good as anything" not in text
+    assert f"But {lossy.name} may be faster" in build_report(seen).html()
+    assert "and no lossy one by 30 %\n" in describe(diagnosis(10_000))
+
+
 def test_trials_end_in_time_by_trying_less_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
     diagnosed = with_tables(100)
     advised = [(way, Advice(way.name)) for way in finalists(diagnosed)]

@@ -143,7 +143,7 @@ def pasted(script: Path, advice: Advice, measurement: Measurement) -> str:
 
 
 def run_rank(context: RankContext, script: str, arguments: list[str]) -> None:
-    run_as_main(script, arguments, lambda: False)
+    run_as_main(script, arguments)
 
 
 @pytest.mark.timeout(120)

@@ -100,6 +100,8 @@ class Diagnosis:
         tries_lossless: whether to train with lossless sums, however they are predicted to do.
         error: why there is no verdict: a measured step that cannot be. Empty if there is one.
         judgement: what holds the loss of the training; None where that was not asked for.
+        held_back: name of the lossy option that might be worth it where the advice is to do nothing, because it or the
+            best exact way was not tried; empty if there is none.
     """
 
     title: str
@@ -118,6 +120,7 @@ class Diagnosis:
     tries_lossless: bool = False
     error: str = ""
     judgement: Judgement | None = None
+    held_back: str = ""
 
     @property
     def stock_step_seconds(self) -> float:
@@ -397,8 +400,8 @@ def confirm(diagnosis: Diagnosis, trained: Sequence[Confirmed]) -> Diagnosis:
     steps = {row.name: row.measured_step_seconds for row in trained if row.measured_step_seconds is not None}
     if STOCK not in steps:
         raise ValueError("the training failed under stock DDP: " + "; ".join(row.failure for row in trained))
-    known = {option.name: option for option in diagnosis.options}
-    doubts = [why_impossible(row, known[row.name], measurement) for row in trained if row.name in known]
+    named = {option.name: option for option in diagnosis.options}
+    doubts = [why_impossible(row, named[row.name], measurement) for row in trained if row.name in named]
     computing = measurement.other_seconds + measurement.all_backward_seconds
     cut = min(1.0, min(steps.values()) / computing) if computing else 1.0
     other = cut * measurement.other_seconds
@@ -415,31 +418,29 @@ def confirm(diagnosis: Diagnosis, trained: Sequence[Confirmed]) -> Diagnosis:
     ]
     seen = replace(diagnosis, confirmed=tuple(trained), error="; ".join(filter(None, doubts)))
     timed = replace(measurement, forward_seconds=other, rest_seconds=0.0)
-    untried = [option for option in rest if option.name in seen.untried and option.is_exact]
-    best_exact = _best_exact(timed, [*options_trained, *untried])
+    known = [*options_trained, *(option for option in rest if option.name in seen.untried)]
+    best_exact = _best_exact(timed, known)
     if len(trained) > 1 and failed == {row.name for row in trained} - {STOCK}:
         return seen
-    best = best_option(
-        timed,
-        [option for option in [*options_trained, *untried] if option.is_exact or best_exact[0] not in seen.untried],
+    sure = [] if best_exact[0] in seen.untried else options_trained
+    best, might = (
+        best_option(timed, [option for option in known if option.is_exact or option in lossy])
+        for lossy in (sure, known)
     )
+    planned = diagnosis.better_plan
     return replace(
         seen,
         advice=advice_of(best, timed, [*options_trained, *rest]),
         plan=plan_of(best, timed, [*options_trained, *rest]),
         best_exact=best_exact,
+        held_back="" if might.is_exact or best.name != STOCK else might.name,
         exposed_seconds=max(0.0, steps[STOCK] - cut * computing),
-        better_plan=diagnosis.better_plan if _would_gain(diagnosis, step_seconds(timed, best)) else None,
+        better_plan=planned if planned and step_seconds(timed, best) > PLAN_WORTH * planned[1] else None,
     )
 
 
 def _has_failed(row: Confirmed) -> bool:
     return row.measured_step_seconds is None and not row.failure.startswith(NOT_TRIED)
-
-
-def _would_gain(diagnosis: Diagnosis, measured_seconds: float) -> bool:
-    """Return whether the prediction of a plan is better by enough than a step that was measured."""
-    return diagnosis.better_plan is not None and measured_seconds > PLAN_WORTH * diagnosis.better_plan[1]
 
 
 def describe(diagnosis: Diagnosis, plan_path: str | None = None) -> str:
@@ -490,12 +491,7 @@ def _row_jobs(measured: Measurement) -> list[RowJob]:
     """Return the jobs of tables with the bytes and seconds of all synchronizations of a step."""
     count = measured.synchronizations
     return [
-        replace(
-            job,
-            sent_bytes=count * job.sent_bytes,
-            wire_seconds=count * job.wire_seconds,
-            seconds=count * job.seconds,
-        )
+        replace(job, **{name: count * getattr(job, name) for name in ("sent_bytes", "wire_seconds", "seconds")})
         for job in measured.row_jobs
     ]
 
@@ -609,11 +605,13 @@ def _verdict(diagnosis: Diagnosis) -> str:
     if diagnosis.error:
         return "nothing, because of a figure that cannot be"
     if plan.does_nothing:
+        lossy = f"no lossy one by {100 * (LOSSY_WORTH - 1):.0f} %"
+        lossy = "no lossy one that holds the loss reaches it 5 % sooner" if diagnosis.judgement else lossy
+        held_back = f"{diagnosis.held_back}, which is lossy, or the best exact way was not tried"
         return (
             f"do nothing: no exact way is faster than stock DDP by more than {100 * (WORTH - 1):.0f} %,"
             + (f" no lossless sum by {100 * (TAKEN - 1):.0f} %," if diagnosis.measurement.dense_codes else "")
-            + (f" and no lossy one by {100 * (LOSSY_WORTH - 1):.0f} %" if diagnosis.judgement is None else "")
-            + (", and no lossy one that holds the loss reaches it 5 % sooner" if diagnosis.judgement else "")
+            + f" and {held_back if diagnosis.held_back else lossy}"
         )
     loss = loss_in_words(diagnosis, plan.choice)
     failed = "; predicted, because no way could be tried" if diagnosis.failed and not diagnosis.is_measured else ""
@@ -651,52 +649,53 @@ def _range(stops: float | None) -> str:
 
 
 def _advice(diagnosis: Diagnosis, plan_path: str | None) -> list[str]:
-    advice, ddp = diagnosis.advice, diagnosis.measurement.ddp
     if diagnosis.error:
         return [
             f"No verdict: {diagnosis.error}. One of the two figures is wrong: is the machine busy, or are the steps of"
             " the script not alike? Rerun with --fresh."
         ]
-    if not advice.attaches:
-        nothing = "Do nothing. Stock DDP is as good as anything here, and simpler."
-        return [nothing, *_rate(diagnosis), *_doubt(diagnosis), *_hint(diagnosis), *_another_algorithm(diagnosis)]
-    is_written = advice.plan is None or plan_path is not None
-    start = "Add" if is_written else "Write the plan with --output plan.json, and add"
-    pasted = lines_of(advice, ddp, plan_path or "plan.json")
-    lines = [f"{start}, {where_to_paste(advice, ddp)}:", "", *(f"    {line}" for line in pasted)]
+    where, pasted = to_paste(diagnosis, plan_path)
+    lines = [f"{where}:", "", *(f"    {line}" for line in pasted)]
+    lines = lines if pasted else [f"Do nothing. {why_nothing(diagnosis)}."]
     if any(group.compressor for group in diagnosis.plan.groups):
         lines += ["", "It is lossy: compare the loss too, or take the exact way with --compress none."]
-    return [*lines, *_rate(diagnosis), *_doubt(diagnosis), *_hint(diagnosis), *_another_algorithm(diagnosis)]
+    notes = (note for note in (_rate(diagnosis), _doubt(diagnosis), hint(diagnosis)) if note)
+    lines += [line for note in notes for line in ("", note)]
+    return lines + (diagnosis.outer.describe() if diagnosis.outer else [])
 
 
-def _rate(diagnosis: Diagnosis) -> list[str]:
+def to_paste(diagnosis: Diagnosis, plan_path: str | None) -> tuple[str, list[str]]:
+    """Return where to add the advised lines, and these, none for stock DDP."""
+    advice, ddp = diagnosis.advice, diagnosis.measurement.ddp
+    start = "Add" if advice.plan is None or plan_path else "Write the plan with --output plan.json, and add"
+    return f"{start}, {where_to_paste(advice, ddp)}", lines_of(advice, ddp, plan_path or "plan.json")
+
+
+def why_nothing(diagnosis: Diagnosis) -> str:
+    """Return why to do nothing, or what might be better."""
+    untried = f"But {diagnosis.held_back} may be faster: rerun with --compress and its name alone, for time to try it"
+    return untried if diagnosis.held_back else "Stock DDP is as good as anything here, and simpler"
+
+
+def _rate(diagnosis: Diagnosis) -> str:
     """Return a sentence about the learning rate, which decides more than most codes do."""
     row = diagnosis.judged
-    if row is None or row.rate == 1.0:
-        return []
-    return ["", f"Multiply the learning rates by {row.rate:g}: short trainings ended {row.gain:.1%} lower so."]
+    sentence = "Multiply the learning rates by {row.rate:g}: short trainings ended {row.gain:.1%} lower so."
+    return "" if row is None or row.rate == 1.0 else sentence.format(row=row)
 
 
-def _another_algorithm(diagnosis: Diagnosis) -> list[str]:
-    return [] if diagnosis.outer is None else diagnosis.outer.describe()
-
-
-def _doubt(diagnosis: Diagnosis) -> list[str]:
+def _doubt(diagnosis: Diagnosis) -> str:
     """Return a sentence about options that could not be tried."""
-    if not diagnosis.failed:
-        return []
-    if diagnosis.is_measured:
-        names = ", ".join(row.name for row in diagnosis.failed)
-        return ["", f"In doubt: {names} could not be tried, and might be faster; the table says why."]
-    return [
-        "",
-        "In doubt: no way but stock DDP could be tried, so this is a prediction; the table says why they failed.",
-    ]
+    names = ", ".join(row.name for row in diagnosis.failed)
+    if names and diagnosis.is_measured:
+        return f"In doubt: {names} could not be tried, and might be faster; the table says why."
+    sentence = "In doubt: no way but stock DDP could be tried, so this is a prediction; the table says why they failed."
+    return sentence if names else ""
 
 
-def _hint(diagnosis: Diagnosis) -> list[str]:
+def hint(diagnosis: Diagnosis) -> str:
     """Return a sentence about a plan that would be faster."""
     if diagnosis.better_plan is None:
-        return []
+        return ""
     name, seconds = diagnosis.better_plan
-    return ["", f"Predicted with a plan, {name}: {format_seconds(seconds)} a step. To write one: --output plan.json."]
+    return f"Predicted with a plan, {name}: {format_seconds(seconds)} a step. To write one: --output plan.json."

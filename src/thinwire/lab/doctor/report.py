@@ -5,8 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from thinwire.lab import palette
-from thinwire.lab.doctor.advice import lines_of, where_to_paste
-from thinwire.lab.doctor.diagnosis import SPEEDS_MBIT, Diagnosis, LinkCurve, answers, loss_in_words
+from thinwire.lab.doctor.diagnosis import (
+    SPEEDS_MBIT,
+    Diagnosis,
+    LinkCurve,
+    answers,
+    hint,
+    loss_in_words,
+    to_paste,
+    why_nothing,
+)
 from thinwire.lab.doctor.lossless import format_mbit
 from thinwire.lab.plot import MOST_LINES, is_narrow, label_ends, mark
 from thinwire.lab.report import Report
@@ -93,7 +101,7 @@ def _verdict(report: Report, diagnosis: Diagnosis) -> None:
     if diagnosis.error:
         report.hero("No verdict", f"{diagnosis.error}. One of the two figures is wrong: rerun with --fresh.", True)
     elif plan.does_nothing:
-        report.hero("Do nothing", f"Stock DDP is as good as anything here, and simpler: {stock} a step.")
+        report.hero("Do nothing", f"{why_nothing(diagnosis)}; {stock} a step.")
     else:
         lossy = any(group.compressor for group in plan.groups)
         source = "predicted" if plan.choice in diagnosis.untried else source
@@ -110,21 +118,15 @@ def _verdict(report: Report, diagnosis: Diagnosis) -> None:
 
 
 def _paste(report: Report, diagnosis: Diagnosis, plan_path: str | None) -> None:
-    advice, ddp = diagnosis.advice, diagnosis.measurement.ddp
     if diagnosis.error:
         return
-    lines = lines_of(advice, ddp, plan_path or "plan.json")
+    where, lines = to_paste(diagnosis, plan_path)
     if lines:
-        is_written = advice.plan is None or plan_path is not None
-        start = "Add" if is_written else "Write the plan with --output plan.json, and add"
-        report.code("\n".join(lines), f"{start}, {where_to_paste(advice, ddp)}")
+        report.code("\n".join(lines), where)
     if any(group.compressor for group in diagnosis.plan.groups):
         report.text("It is lossy: compare the loss, too, or take the exact way with --compress none.")
     if diagnosis.better_plan is not None:
-        name, seconds = diagnosis.better_plan
-        report.text(
-            f"Predicted with a plan, {name}: {format_seconds(seconds)} a step. To write one: --output plan.json."
-        )
+        report.text(hint(diagnosis))
     if diagnosis.outer is not None:
         _, what, where, *_ = diagnosis.outer.describe()
         report.code("\n".join(diagnosis.outer.lines), f"Another algorithm: {diagnosis.outer.recipe}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import socket
 import threading
@@ -49,6 +50,48 @@ def test_an_idle_connection_is_not_lost_and_says_so_at_once(pair: tuple[Connecti
     caller.close()
     assert caller.hung_up
     assert time.monotonic() - started < TIMEOUT_SECONDS / 2
+
+
+class SlowSocket(socket.socket):
+    """One whose thread is stopped on its way into the kernel, with the number of the descriptor that it will read."""
+
+    entered: threading.Event
+    goes_on: threading.Event
+
+    def recv(self, *arguments: int) -> bytes:
+        number = self.fileno()
+        self.entered.set()
+        assert self.goes_on.wait(TIMEOUT_SECONDS)
+        return os.read(number, *arguments)
+
+
+def test_a_thread_that_is_about_to_read_never_reads_from_another_socket() -> None:
+    """A descriptor that is closed meanwhile is the number of the next socket, of somebody else."""
+    ours, theirs = socket.socketpair()
+    slow = SlowSocket(fileno=ours.detach())
+    slow.entered, slow.goes_on = threading.Event(), threading.Event()
+    connection, errors = Connection(slow, TIMEOUT_SECONDS), []
+
+    def receive() -> None:
+        try:
+            connection.receive()
+        except LostPeerError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=receive)
+    thread.start()
+    assert slow.entered.wait(TIMEOUT_SECONDS)
+    connection.close()
+    assert connection.is_closed
+    others = socket.socketpair()
+    others[1].sendall(b"another conversation"), others[0].sendall(b"another conversation")
+    slow.goes_on.set()
+    thread.join(TIMEOUT_SECONDS)
+    assert [sock.recv(100) for sock in others] == [b"another conversation"] * 2
+    assert len(errors) == 1
+    assert slow.fileno() < 0, "who was inside releases it"
+    for sock in (theirs, *others):
+        sock.close()
 
 
 @pytest.mark.parametrize("num_bytes", [1, 4096, (128 << 10) + 1, (3 << 20) + 7])

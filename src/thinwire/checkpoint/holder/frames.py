@@ -17,6 +17,7 @@ import os
 import select
 import socket
 import struct
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -124,6 +125,7 @@ class Connection:
         self._sent = self._received = 0
         self._max_json, self._max_payload = _STRANGER_JSON_BYTES, 0
         self._deadline: float | None = None  # for the whole handshake
+        self._guard, self._users, self.is_closed = threading.Lock(), 0, False
         if handshake is not None:
             self._trust(handshake.tags, 1, 2)
         sock.settimeout(timeout_seconds)
@@ -275,6 +277,8 @@ class Connection:
 
     @contextlib.contextmanager
     def _lost_peer(self, what: str) -> Iterator[None]:
+        with self._guard:
+            self._users += 1
         try:
             yield
         except TimeoutError as error:
@@ -287,6 +291,10 @@ class Connection:
                 reason += self._last_word()
             self.close()
             raise LostPeerError(f"{what}: {reason}") from error
+        finally:
+            with self._guard:
+                self._users -= 1
+                self._release()
 
     def request(self, op: str, content: dict[str, Any], payload: bytes = b"", seconds: float | None = None) -> Frame:
         """Send a request and return the answer; an error of the other side is raised here with its own class."""
@@ -327,15 +335,18 @@ class Connection:
         except (OSError, ValueError):  # closed here
             return True
 
-    @property
-    def is_closed(self) -> bool:
-        return self._socket.fileno() < 0
-
     def close(self) -> None:
-        """Close the connection, which also wakes the thread that waits in ``receive``."""
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
+        """Close the connection, which also wakes the thread that waits in ``receive``, and then releases the socket:
+        were its descriptor free before, that thread could read what comes to the next socket with that number."""
+        with self._guard:
+            self.is_closed = True
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
+            self._release()
+
+    def _release(self) -> None:
+        if self.is_closed and not self._users:
+            self._socket.close()
 
 
 def peer_pid(sock: socket.socket) -> int:

@@ -33,7 +33,9 @@ _costs: dict[str, Cost] = defaultdict(Cost)  # by function, in the process that 
 _started = (0.0, 0.0)
 
 
-def pytest_runtest_logstart() -> None:
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol() -> None:
+    """Not where reports are gathered: to ask there for the seconds of all workers and ranks cost 50 s of a run."""
     global _started
     _started = (processor_seconds(), time.monotonic())
 

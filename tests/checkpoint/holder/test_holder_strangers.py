@@ -24,7 +24,7 @@ import pytest
 from rich.console import Console
 
 from checkpoint_faults.wire import Frame, Proxy, babble, connect, header
-from clocks import wait_until
+from clocks import PATIENCE, wait_until
 from handshakes import welcome
 from thinwire.checkpoint.holder import acceptor, daemon, frames, mac, server, sessions, start
 from thinwire.checkpoint.holder.client import HolderClient
@@ -228,11 +228,10 @@ def test_a_tag_depends_on_key_place_and_every_byte(name: str) -> None:
     assert len(set(others)) == len(others)
 
 
-def seconds_to_connect(path: Path, secret: bytes = SECRET) -> float:
-    started = time.monotonic()
+def reach(path: Path, secret: bytes = SECRET) -> None:
+    """Connect as a trainer does, or raise. Who waits for strangers has no answer within its handshake."""
     with HolderClient.connect(path, secret, 5.0) as client:
         client.holder_status()
-    return time.monotonic() - started
 
 
 def more_files(needed: int) -> None:
@@ -242,7 +241,7 @@ def more_files(needed: int) -> None:
 
 
 def test_a_thousand_slow_strangers_keep_nobody_out(tmp_path: Path) -> None:
-    """They say a byte now and then, over TCP and over the Unix socket: trainers and peers connect within a second."""
+    """They say a byte now and then, over TCP and over the Unix socket: trainers and peers connect all the while."""
     more_files(4096)
     with process(tmp_path, "a") as said, contextlib.ExitStack() as stack:
         path, greeting = tmp_path / "a", header(FrameKind.GREETING, 4000, 0)
@@ -252,18 +251,16 @@ def test_a_thousand_slow_strangers_keep_nobody_out(tmp_path: Path) -> None:
             [sys.executable, "-c", _LOCAL_STRANGERS, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
         stack.enter_context(local)
+        stack.callback(local.kill)
         assert local.stdout is not None
         assert local.stdout.readline() == b"there\n"
         for place in range(20):
             for stranger in strangers:
                 with contextlib.suppress(OSError):
                     stranger.send(greeting[place : place + 1])
-            assert seconds_to_connect(path) < 1.0
-            started = time.monotonic()
-            call(said["address"], SECRET, 2.0).close()
-            assert time.monotonic() - started < 1.0
+            reach(path)
+            call(said["address"], SECRET, 5.0).close()
         assert len(os.listdir(f"/proc/{said['pid']}/task")) < threads + 20, "no thread for a stranger"
-        local.kill()
 
 
 _LOCAL_STRANGERS = """
@@ -281,12 +278,13 @@ def test_a_handshake_has_one_deadline_however_many_bytes_come(
     monkeypatch.setattr(acceptor, "HANDSHAKE_SECONDS", 0.5)
     here = host("a")
     with connect(here.address) as stranger:
-        started, greeting = time.monotonic(), header(FrameKind.GREETING, 4000, 0) + b" " * 4000
+        greeting = header(FrameKind.GREETING, 4000, 0) + b" " * 4000
+        said = 0
         with contextlib.suppress(OSError):
-            for place in range(len(greeting)):
-                stranger.sendall(greeting[place : place + 1])
+            for said in range(len(greeting)):
+                stranger.sendall(greeting[said : said + 1])
                 time.sleep(0.05)
-        assert 0.4 < time.monotonic() - started < 20
+        assert said < len(greeting) - 1
     wait_until(lambda: here.refused == 1)
 
 
@@ -342,12 +340,12 @@ def test_a_flood_keeps_nobody_out(tmp_path: Path) -> None:
         flood = [subprocess.Popen([sys.executable, "-c", _FLOOD, *said["address"].split(":")]) for _ in range(2)]
         try:
             time.sleep(0.3)
-            slowest = max(seconds_to_connect(tmp_path / "a") for _ in range(20))
+            for _ in range(20):
+                reach(tmp_path / "a")
         finally:
             for each in flood:
                 each.kill()
                 each.wait()
-    assert slowest < 1.0
 
 
 _FLOOD = """
@@ -380,7 +378,7 @@ def test_whatever_is_said_memory_stays_and_nobody_is_kept_out(tmp_path: Path, fr
                 before = resident()
             if count > looked + 100:
                 looked = count
-                assert seconds_to_connect(tmp_path / "a") < 1.0
+                reach(tmp_path / "a")
         assert resident() < before + 20_000, "KB"
         assert read(client, 1) == payload
 
@@ -407,8 +405,8 @@ def test_no_stranger_can_end_the_thread_that_accepts(host: Callable[..., Holder]
                 sock.sendall(said_by_a_stranger(number, text))
                 said = sock.recv(4096)
             assert not said, "it is refused"
-    call(here.address, SECRET, 2.0).close()
-    assert seconds_to_connect(here.config.socket_path) < 2.0
+    call(here.address, SECRET, 5.0).close()
+    reach(here.config.socket_path)
     assert here.refused == 2
 
 
@@ -458,7 +456,7 @@ def test_secrets_are_changed_without_losing_memory_or_connections(host: Callable
         paths[0].write_bytes(b"short")
         with pytest.raises(ValueError, match="16 characters"):
             client.reload()
-        assert seconds_to_connect(here.config.socket_path, new) < 1.0, "and what was known stays"
+        reach(here.config.socket_path, new)  # what was known stays
 
 
 def test_a_holder_reads_its_secret_again_when_it_is_told(tmp_path: Path) -> None:
@@ -467,7 +465,7 @@ def test_a_holder_reads_its_secret_again_when_it_is_told(tmp_path: Path) -> None
         (tmp_path / "secret").write_bytes(SECRET + b"\n" + new)
         os.kill(said["pid"], signal.SIGHUP)
         wait_until(lambda: client.holder_status()["secrets"] == 2)
-        assert seconds_to_connect(tmp_path / "a", new) < 1.0
+        reach(tmp_path / "a", new)
         (tmp_path / "secret").write_bytes(new)
         assert "accepts now: 1" in run(tmp_path, "--reload")
 
@@ -561,7 +559,8 @@ def test_a_deleted_socket_comes_back_with_all_that_was_held(tmp_path: Path) -> N
 
 def _connects(path: Path, secret: bytes) -> bool:
     with contextlib.suppress(ThinwireError):
-        return seconds_to_connect(path, secret) >= 0
+        reach(path, secret)
+        return True
     return False
 
 
@@ -860,9 +859,16 @@ def test_a_stopped_peer_holds_up_nothing_but_its_own_replica(host: Callable[...,
             os.kill(each["pid"], signal.SIGSTOP)
         here = host("a", timeout_seconds=1.0, deadline_seconds=1.0)
         client = stack.enter_context(HolderClient.connect(here.config.socket_path, SECRET))
-        started = time.monotonic()
-        hello(client, *(each["address"] for each in stopped), fourth.address)
-        assert time.monotonic() - started < 2.9, "they are asked at the same time"
+        together, connect_to = threading.Barrier(3), here.call
+
+        def call_together(address: str, *rest: Any) -> Any:
+            if address != fourth.address and client_waits:
+                together.wait(PATIENCE)
+            return connect_to(address, *rest)
+
+        client_waits, here.call = True, call_together
+        hello(client, *(each["address"] for each in stopped), fourth.address)  # they are asked at the same time
+        client_waits = False
         assert len(client.unreachable) == 3
         payload = write(client, 1)
         client.grant_all()

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from clocks import wait_until
+from clocks import PATIENCE, wait_until
 from thinwire.checkpoint import Checkpointer, CheckpointPolicy, Disk, Storage, copier, cycle, records
 from thinwire.checkpoint.holder.client import HolderClient
 from thinwire.checkpoint.holder.start import HolderOptions, start_holder, stop_holder
@@ -545,7 +545,7 @@ def test_parameters_that_change_while_they_are_copied_make_no_version(
     def slow(source: Tensor) -> Tensor:
         if threading.current_thread() is not threading.main_thread():
             copying.set()
-            assert written.wait(10)
+            assert written.wait(PATIENCE)
         return real(source)
 
     storage = Storage("run", replicas=1, holder_socket=hosts.start("a"))
@@ -554,7 +554,7 @@ def test_parameters_that_change_while_they_are_copied_make_no_version(
         with monkeypatch.context() as patch:
             patch.setattr(copier, "_bytes", slow)
             checkpointer.step()
-            assert copying.wait(10)
+            assert copying.wait(PATIENCE)
             with torch.no_grad():
                 model.weight.add_(1)
             written.set()

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from clocks import PATIENCE
 from thinwire.comm.c10d import default_store
 from thinwire.comm.channel import Subject
 from thinwire.comm.lane import Lane, private_group
@@ -38,12 +39,12 @@ def _begins_while_the_first_waits(context: RankContext) -> tuple[list[str], list
     def complete(number: int, lane: Lane, finish: Callable[[], int]) -> None:
         if number == 0:
             first_waits.set()
-            assert second_begun.wait(5), "the second job did not begin while the first one runs"
+            assert second_begun.wait(PATIENCE), "the second job did not begin while the first one runs"
         finish()
         seen.append(f"end {number}")
 
     futures = [lane.submit(partial(complete, 0), begin=partial(begin_sum, 0))]
-    assert first_waits.wait(5)
+    assert first_waits.wait(PATIENCE)
     futures.append(lane.submit(partial(complete, 1), begin=partial(begin_sum, 1)))
     for future in futures:
         future.wait()

@@ -12,6 +12,7 @@ from typing import Any, cast
 import pytest
 import torch.distributed as dist
 
+from clocks import PATIENCE
 from thinwire.comm import notes as notes_module
 from thinwire.comm.notes import MAX_NOTE_BYTES, MAX_TRUTH, Note, Notes, culprits, sentence, unpacked, verdict
 
@@ -166,7 +167,7 @@ def test_a_store_that_is_gone_costs_little_time_and_names_its_host(kind: type, m
     began = time.monotonic()
     notes.leave(waited(1, 2, lost=(0, 3)))  # rank 3 hung up because of rank 0
     error = notes.truth()
-    assert time.monotonic() - began < 5.0
+    assert time.monotonic() - began < 30.0, "half of what the store hangs for"
     assert error is not None
     assert error.rank == 0
     silent = Notes(cast(Any, kind()), 1, RANKS).without_store()  # not even a connection to it could be made
@@ -192,18 +193,19 @@ def test_waits_that_no_connection_ends_hear_of_a_note() -> None:
         assert heard.wait(30.0)
 
 
-def test_the_host_of_the_store_waits_for_the_others_to_read() -> None:
+def test_the_host_of_the_store_waits_for_the_others_to_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """It raises the sentence, and exits: who comes a little later still reads what all others say."""
+    monkeypatch.setattr(notes_module, "LEAVE_SECONDS", PATIENCE)
+    monkeypatch.setattr(notes_module, "READER_SECONDS", PATIENCE)
     store = dist.HashStore()
     host, other = Notes(store, 0, RANKS), Notes(store, 1, RANKS)
     host.store_rank = other.store_rank = 0
-    began = time.monotonic()
     host.leave(waited(0, 1, lost=(2, 3)))
     later = threading.Timer(0.3, lambda: (other.leave(waited(1, 0, lost=(2, 3))), other.truth()))
     later.start()
     assert str(host.truth()).startswith("ranks 2, 3 died")
+    assert store.add("readers", 0) == 2
     later.join()
-    assert 0.3 < time.monotonic() - began < 1.5
 
 
 @pytest.mark.parametrize(("lost", "guilty"), [((2,), 2), ((0, 2), 0), ((), 0)])

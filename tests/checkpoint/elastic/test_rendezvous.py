@@ -236,7 +236,7 @@ def test_an_agent_that_has_ended_starts_no_holder(hosts: Hosts, monkeypatch: pyt
         return ""
 
     monkeypatch.setattr("thinwire.checkpoint.elastic.rendezvous.birth_of", birth_of)
-    assert looking.wait(10)
+    assert looking.wait(PATIENCE)
     hosts.die("a")
     with HolderClient.connect(os.environ["THINWIRE_HOLDER"], b"a secret of sixteen characters") as client:
         stop_holder(client)
@@ -286,7 +286,7 @@ def test_a_worker_that_makes_no_step_ends_the_round_and_is_killed(
         worker.send_signal(signal.SIGSTOP)
         hosts.wait_until_over("a")
         assert f"worker {worker.pid} has made no step for" in caplog.text
-        assert worker.wait(10) == -signal.SIGKILL
+        assert worker.wait(PATIENCE) == -signal.SIGKILL
     assert hosts.agents["a"].next_rendezvous().world_size == 1
     assert hosts.agents["a"].num_nodes_waiting() == 0
 

@@ -34,6 +34,7 @@ logger = logging.getLogger("thinwire")
 SECRET_VARIABLE, SOCKET_VARIABLE = "THINWIRE_SECRET", "THINWIRE_HOLDER"
 AGENT_VARIABLE = "THINWIRE_AGENT"  # the process of the elastic agent, for its workers
 STANDBYS_VARIABLE = "THINWIRE_STANDBYS"  # holders of hosts that stand by or are gone, for them too
+PATIENCE_SECONDS = 60.0  # to start, or to end: a process that fails says so at once, and a busy host took 20 s for one
 _PATH_BYTES = 100  # of the 107 of <sys/un.h>: warm workers listen beside it, at PATH.warm
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 _EXITING = 0x4  # in the flags of a process (PF_EXITING of <linux/sched.h>): its memory may take long to free
@@ -200,7 +201,7 @@ def command(options: HolderOptions) -> list[str]:
     return [sys.executable, "-P", str(script), json.dumps(options.to_json())]
 
 
-def start_holder(options: HolderOptions | None = None, timeout_seconds: float = 20.0) -> dict[str, Any]:
+def start_holder(options: HolderOptions | None = None, timeout_seconds: float = PATIENCE_SECONDS) -> dict[str, Any]:
     """Start a detached holder, wait until it is ready, and return ``pid``, ``socket``, ``address``, ``budget_bytes``.
 
     It runs in a session of its own and is nobody's child, so it outlives the trainers and their launcher. Raises
@@ -222,7 +223,7 @@ def start_holder(options: HolderOptions | None = None, timeout_seconds: float = 
     return said
 
 
-def ensure_holder(options: HolderOptions | None = None, timeout_seconds: float = 20.0) -> HolderClient:
+def ensure_holder(options: HolderOptions | None = None, timeout_seconds: float = PATIENCE_SECONDS) -> HolderClient:
     """Connect to the holder of this host, which is started if there is none; any number of ranks may call it.
 
     Raises ValueError, PeerError (another secret). For torchrun, call it in each rank before anything else: the first
@@ -257,7 +258,7 @@ def ensure_holder(options: HolderOptions | None = None, timeout_seconds: float =
             time.sleep(0.05)  # another rank has just started it
 
 
-def stop_holder(client: HolderClient, timeout_seconds: float = 20.0) -> None:
+def stop_holder(client: HolderClient, timeout_seconds: float = PATIENCE_SECONDS) -> None:
     """End the holder that ``client`` is connected to, and wait until its memory is free. Raises ThinwireError."""
     status = client.holder_status()
     client.stop_holder()

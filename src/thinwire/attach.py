@@ -32,6 +32,7 @@ from thinwire.gradients.module import (
     module_of,
     synchronized_parameters,
 )
+from thinwire.gradients.passes import check_optimizers
 from thinwire.gradients.sharded.layout import sharding_of
 from thinwire.gradients.sharded.tables import RowShards
 from thinwire.gradients.steps.grouping import Intent
@@ -113,6 +114,7 @@ def attach(
     with telling_peers(group, timeout):
         excluded = left_out(model, exclude)
         check_parameters(model, excluded)
+        check_optimizers(model, excluded)
         check_mesh(model, group, excluded)
         route_asked_for()
     with ExitStack() as undo:

@@ -122,9 +122,8 @@ def attach(
         if tables is not None:
             undo.callback(tables.remove)
             excluded |= tables.names
-        is_on_cpu = all(
-            one.device.type == "cpu" for _, one in synchronized_parameters(model, excluded) if one.requires_grad
-        )
+        trained = [one for _, one in synchronized_parameters(model, excluded) if one.requires_grad]
+        is_on_cpu = all(one.device.type == "cpu" for one in trained)
         grouped = _Grouped.of(dense)
         grouped.check(model, is_on_cpu)
         named = dense.items() if isinstance(dense, Mapping) else ()

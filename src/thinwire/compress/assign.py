@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Final, Literal, cast
+from typing import Literal, cast
 
 from thinwire.compress.base import Compressor, Exchanged, Parameter, check_parameter
 from thinwire.compress.memory import with_memory
 from thinwire.errors import unknown
 
-NATIVE: Final = "native"
-LOSSLESS: Final = "lossless"
-AUTO: Final = "auto"
+NATIVE, LOSSLESS, AUTO = "native", "lossless", "auto"
 """Exact sums: by the process group, in fewer bytes with the same exact result, or the faster of the two."""
 EXACT = (NATIVE, LOSSLESS, AUTO)
 Exact = Literal["native", "lossless", "auto"]

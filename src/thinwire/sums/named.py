@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
-from typing import Final, Literal
+from typing import Literal
 
 from thinwire.errors import unknown
 from thinwire.rows.formats import Format
@@ -93,7 +93,7 @@ HIERARCHICAL_CENTRALIZATION = SPARCML
 
 NAMED.update({name.lower(): point for name, point in list(globals().items()) if isinstance(point, Scheme)})
 
-AUTO: Final = "auto"
+AUTO = "auto"
 
 SchemeName = Literal[
     "auto", "dense", "agsparse", "agsparse_coded", "sparse_ps", "balanced_parallelism", "zen", "column_split",

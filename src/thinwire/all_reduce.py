@@ -18,11 +18,13 @@ from thinwire.comm.collectives import Collectives
 from thinwire.comm.lane import Group, Lane, resolve_group
 from thinwire.rows.sparse import Layout, SparseRows
 from thinwire.sums.collective import CollectiveSum, NamedGradient
-from thinwire.sums.named import AUTO, ZEN, resolve
+from thinwire.sums.named import AUTO, ZEN, Rows, resolve
 from thinwire.sums.scheme import Scheme
 from thinwire.sums.synchronize import agree, synchronize
 from thinwire.sums.two_level import TwoLevel
 from thinwire.tune.prices import chosen
+
+Op = Literal["sum", "mean"]
 
 _lanes: WeakKeyDictionary[dist.ProcessGroup, Lane] = WeakKeyDictionary()
 _sums: WeakKeyDictionary[dist.ProcessGroup, CollectiveSum] = WeakKeyDictionary()
@@ -31,24 +33,24 @@ _sums: WeakKeyDictionary[dist.ProcessGroup, CollectiveSum] = WeakKeyDictionary()
 @overload
 def sparse_all_reduce(
     tensor: Tensor,
-    scheme: str | Scheme | TwoLevel = ...,
-    op: str = ...,
+    scheme: Rows = ...,
+    op: Op = ...,
     process_group: Group = ...,
     async_op: Literal[False] = ...,
 ) -> Tensor: ...
 @overload
 def sparse_all_reduce(
     tensor: Tensor,
-    scheme: str | Scheme | TwoLevel = ...,
-    op: str = ...,
+    scheme: Rows = ...,
+    op: Op = ...,
     process_group: Group = ...,
     *,
     async_op: Literal[True],
 ) -> Future[Tensor]: ...
 def sparse_all_reduce(
     tensor: Tensor,
-    scheme: str | Scheme | TwoLevel = AUTO,
-    op: str = "sum",
+    scheme: Rows = AUTO,
+    op: Op = "sum",
     process_group: Group = None,
     async_op: bool = False,
 ) -> Tensor | Future[Tensor]:
@@ -104,7 +106,7 @@ def sparse_all_reduce(
     return done
 
 
-def sum_on(lane: Lane, tensor: Tensor, scheme: str | Scheme | TwoLevel, op: str) -> tuple[Tensor, Scheme | TwoLevel]:
+def sum_on(lane: Lane, tensor: Tensor, scheme: Rows, op: Op) -> tuple[Tensor, Scheme | TwoLevel]:
     """Return the sum or mean and its scheme, in a job of the lane, which all its ranks run in the same order."""
     text = scheme.describe() if isinstance(scheme, (Scheme, TwoLevel)) else str(scheme)
     in_rank_order = torch.are_deterministic_algorithms_enabled()
@@ -116,17 +118,17 @@ def sum_on(lane: Lane, tensor: Tensor, scheme: str | Scheme | TwoLevel, op: str)
     return Layout.of(tensor).tensor(total), point
 
 
-def _rows(tensor: Tensor, op: str) -> SparseRows:
+def _rows(tensor: Tensor, op: Op) -> SparseRows:
     _check(op)
     return Layout.of(tensor).rows(tensor)
 
 
-def _check(op: str) -> None:
+def _check(op: Op) -> None:
     if op not in ("sum", "mean"):
         raise ValueError(f"unknown op {op!r}; legal are sum and mean")
 
 
-def _on_gpu(tensor: Tensor, scheme: str | Scheme | TwoLevel, op: str, group: dist.ProcessGroup) -> Tensor:
+def _on_gpu(tensor: Tensor, scheme: Rows, op: Op, group: dist.ProcessGroup) -> Tensor:
     """Return the sum by collectives of the group, whose ranks all learn of a bad argument on one of them."""
 
     def points() -> Iterator[Scheme | TwoLevel]:
@@ -142,7 +144,7 @@ def _on_gpu(tensor: Tensor, scheme: str | Scheme | TwoLevel, op: str, group: dis
     return total
 
 
-def _alone(tensor: Tensor, scheme: str | Scheme | TwoLevel, op: str) -> Tensor:
+def _alone(tensor: Tensor, scheme: Rows, op: Op) -> Tensor:
     """Return the sum over one rank, a copy by the same rules, without starting a lane."""
     resolve(scheme)
     return Layout.of(tensor).tensor(_rows(tensor, op))

@@ -32,6 +32,7 @@ from thinwire.gradients.module import (
     module_of,
     synchronized_parameters,
 )
+from thinwire.gradients.passes import check_optimizers
 from thinwire.gradients.sharded.layout import sharding_of
 from thinwire.gradients.sharded.tables import RowShards
 from thinwire.gradients.steps.grouping import Intent
@@ -39,14 +40,12 @@ from thinwire.gradients.synchronizer import Synchronizer
 from thinwire.gradients.tables import dense_parameters
 from thinwire.plan.plan import Plan
 from thinwire.plan.policy import Policy, default_policies
-from thinwire.sums.named import AUTO, DENSE, resolve
-from thinwire.sums.scheme import Scheme
-from thinwire.sums.two_level import TwoLevel
+from thinwire.sums.named import AUTO, DENSE, Rows, resolve
 
 
 def attach(
     model: nn.Module,
-    rows: str | Scheme | TwoLevel = AUTO,
+    rows: Rows = AUTO,
     dense: Dense | Policy | Plan = AUTO,
     *,
     optimizer: torch.optim.Optimizer | None = None,
@@ -115,6 +114,7 @@ def attach(
     with telling_peers(group, timeout):
         excluded = left_out(model, exclude)
         check_parameters(model, excluded)
+        check_optimizers(model, excluded)
         check_mesh(model, group, excluded)
         route_asked_for()
     with ExitStack() as undo:
@@ -122,9 +122,8 @@ def attach(
         if tables is not None:
             undo.callback(tables.remove)
             excluded |= tables.names
-        is_on_cpu = all(
-            one.device.type == "cpu" for _, one in synchronized_parameters(model, excluded) if one.requires_grad
-        )
+        trained = [one for _, one in synchronized_parameters(model, excluded) if one.requires_grad]
+        is_on_cpu = all(one.device.type == "cpu" for one in trained)
         grouped = _Grouped.of(dense)
         grouped.check(model, is_on_cpu)
         named = dense.items() if isinstance(dense, Mapping) else ()
@@ -164,24 +163,21 @@ class _Grouped:
                 "FSDP decides which gradients travel together: pass the compressor itself as dense=, and neither a plan"
                 " nor a policy of thinwire.fuse"
             )
-        has_fallback = plan is not None and plan.fallback
-        if (policy is not None or has_fallback) and torch.are_deterministic_algorithms_enabled():
-            raise ValueError(
-                "policies of thinwire.fuse and plans with fallback=True decide by measured times how gradients are"
-                " summed, so two runs would differ in their last bits, which torch.use_deterministic_algorithms(True)"
-                " rules out: make a plan with `thinwire plan --measure`, and pass that without fallback"
-            )
         if policy is not None and isinstance(model, DistributedDataParallel):
             raise ValueError(
                 "DDP fixed its buckets when it was built, so no policy can group gradients: attach the plain module"
                 " instead; or make a plan with `thinwire plan --measure`, and build"
                 " DistributedDataParallel(model, bucket_cap_mb_list=plan.bucket_cap_mb_list())"
             )
-        if (policy is not None or has_fallback) and not is_on_cpu:
+        if policy is None and (plan is None or not plan.fallback):
+            return
+        why = "they are on another device, whose work the clock of the processor does not see" if not is_on_cpu else ""
+        if torch.are_deterministic_algorithms_enabled():
+            why = "two runs would differ in their last bits, which torch.use_deterministic_algorithms(True) rules out"
+        if why:
             raise ValueError(
-                "policies of thinwire.fuse and plans with fallback=True see by the clock of the processor when"
-                " gradients are ready, and they are on another device: make a plan with `thinwire plan --measure`,"
-                " which measures there, and pass it without fallback"
+                "policies of thinwire.fuse and plans with fallback=True decide by measured times how gradients are"
+                f" summed, and {why}: make a plan with `thinwire plan --measure`, and pass that without fallback"
             )
 
     def intent(self, names: tuple[str, ...], methods: Methods, is_ddp: bool, is_on_cpu: bool) -> Intent | None:

@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -42,9 +42,7 @@ from thinwire.errors import MissingPackageError, unknown
 from thinwire.kernels import warm_up
 from thinwire.rows import floats
 from thinwire.sums import lossless
-from thinwire.sums.named import AUTO, name_of, resolve
-from thinwire.sums.scheme import Scheme
-from thinwire.sums.two_level import TwoLevel
+from thinwire.sums.named import AUTO, Rows, name_of, resolve
 from thinwire.tune.call_steps import CallSteps
 from thinwire.tune.playing import SETUP_SECONDS, Agree, Playing, answered
 from thinwire.tune.trial import Arm, Trial
@@ -80,8 +78,8 @@ class Options:
         65536
     """
 
-    dense: str = AUTO
-    rows: str | Scheme | TwoLevel = AUTO
+    dense: Literal["auto", "native", "lossless"] = AUTO
+    rows: Rows = AUTO
     least_bytes: int = 64 * 1024
     calls: str = "+".join(_CALLS)
     dtypes: str = "+".join(_FLOATS)
@@ -607,9 +605,7 @@ def _checked(back_end: Any, name: str, made: c10d.BackEndOptions) -> Any:
     return c10d.checked(back_end, dist.PrefixStore(f"{name} checked/", made.store), made)
 
 
-def _sparse_sum(
-    tensor: Tensor, scheme: str | Scheme | TwoLevel, scale: float, count: _Count, lane: Lane
-) -> Callable[[], int]:
+def _sparse_sum(tensor: Tensor, scheme: Rows, scale: float, count: _Count, lane: Lane) -> Callable[[], int]:
     def finish() -> int:
         before = lane.exchange.traffic.sent_bytes
         total, taken = sum_on(lane, tensor, scheme, "sum" if scale == 1.0 else "mean")

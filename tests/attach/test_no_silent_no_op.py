@@ -368,18 +368,11 @@ def inside(model: nn.Module, optimizer: torch.optim.Optimizer, ids: Tensor) -> N
     optimizer.step()
 
 
-def in_a_hook(model: nn.Module, optimizer: torch.optim.Optimizer, ids: Tensor) -> None:
-    hook = model.module.head.weight.register_post_accumulate_grad_hook(lambda parameter: optimizer.step())
-    model(ids).sum().backward()
-    hook.remove()
-
-
 def _warned(context: RankContext) -> None:
     for loop, wrap, message in (
         (by_hand, lambda module: module, "SGD uses gradients that it did not synchronize"),
         (functional, lambda module: module, "as its parameter 'table.weight', as torch.func does"),
         (inside, DistributedDataParallel, "SGD uses gradients that it did not synchronize: no backward pass"),
-        (in_a_hook, DistributedDataParallel, "SGD uses gradients that it did not synchronize: it steps in a hook"),
     ):
         for synchronized_before in (0, 2):
             torch.manual_seed(0)
@@ -401,6 +394,52 @@ def _warned(context: RankContext) -> None:
 
 def test_gradients_that_are_not_synchronized_are_warned_of_once() -> None:
     run_ranks(_warned, world_size=2, timeout_seconds=60)
+
+
+# --- optimizers that step before gradients are averaged: refused
+
+
+def _stepped_in_a_hook(context: RankContext) -> None:
+    """At the first gradient of a pass, and at the last one, when other buckets are on their way already."""
+    for rows in ("zen", "auto"):
+        for name in ("head.weight", "table.weight"):
+            torch.manual_seed(0)
+            module = Net()
+            model = DistributedDataParallel(module, bucket_cap_mb=1e-3)
+            sync = thinwire.attach(model, rows)
+            optimizer = sgd(model)
+            model(ids_of(context)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            assert is_same_everywhere(model)
+            step = lambda parameter, optimizer=optimizer: optimizer.step()  # noqa: E731
+            hook = module.get_parameter(name).register_post_accumulate_grad_hook(step)
+            with sync.no_sync():  # local on purpose
+                model(ids_of(context)).sum().backward()
+            with pytest.raises(thinwire.ThinwireError, match=r"SGD steps in a hook of backward.* before they are aver"):
+                model(ids_of(context)).sum().backward()
+            hook.remove()
+            sync.detach()
+
+
+def test_an_optimizer_that_steps_in_a_hook_of_ddp_is_refused() -> None:
+    run_ranks(_stepped_in_a_hook, world_size=2, timeout_seconds=60)
+
+
+def _stepped_by_the_parameter(context: RankContext) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of torch.jit.script, on which its module is built
+        from torch.distributed.optim import _apply_optimizer_in_backward
+    for wrap in (lambda module: module, DistributedDataParallel):
+        module = Net()
+        model = wrap(module)
+        _apply_optimizer_in_backward(torch.optim.SGD, module.head.parameters(), {"lr": 0.1})
+        with pytest.raises(ValueError, match=r"parameter 'head.weight' has an optimizer that steps in backward: grad"):
+            thinwire.attach(model)
+
+
+def test_an_optimizer_that_a_parameter_has_is_refused_by_attach() -> None:
+    run_ranks(_stepped_by_the_parameter, world_size=2, timeout_seconds=60)
 
 
 # --- parameters that are left alone

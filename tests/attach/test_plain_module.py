@@ -298,7 +298,7 @@ def _steps_in_a_hook(context: RankContext, when: str, zeroes: bool) -> None:
         parameter.register_post_accumulate_grad_hook(step)
     if when == "before":
         thinwire.attach(module)
-    with pytest.raises(thinwire.ThinwireError, match="used up before it was averaged"):
+    with pytest.raises(thinwire.ThinwireError, match="used up before they are averaged"):
         module(batch(context, 0)).sum().backward()
 
 

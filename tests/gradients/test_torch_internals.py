@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -81,6 +82,12 @@ def test_tensors_count_writes_and_have_their_hooks() -> None:
     handle = weight.register_post_accumulate_grad_hook(lambda parameter: None)
     assert len(internals.hooks_before(weight) or ()) == 1
     assert list(internals.hooks_after(weight) or ()) == [handle.id]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of torch.jit.script, on which its module is built
+        from torch.distributed.optim import _apply_optimizer_in_backward
+    assert not internals.has_optimizer(weight)
+    _apply_optimizer_in_backward(torch.optim.SGD, [weight], {"lr": 0.1})
+    assert internals.has_optimizer(weight)
 
 
 @pytest.mark.usefixtures("one_rank")

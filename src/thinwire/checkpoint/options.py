@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Literal
 
 from thinwire.comm.lane import Group
 
@@ -55,11 +56,11 @@ class CheckpointPolicy:
     """
 
     every: int = 1
-    max_overhead: float | str | None = "auto"
+    max_overhead: float | Literal["auto"] | None = "auto"
     max_age_steps: int | None = None
-    on_divergence: str = "raise"
+    on_divergence: Literal["raise", "warn", "off"] = "raise"
     overlap: bool = True
-    compress: str | None = None
+    compress: Literal["lossless"] | None = None
 
     def __post_init__(self) -> None:
         if self.every < 1:

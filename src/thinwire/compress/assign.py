@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Literal, cast
 
 from thinwire.compress.base import Compressor, Exchanged, Parameter, check_parameter
 from thinwire.compress.memory import with_memory
@@ -13,12 +14,15 @@ from thinwire.errors import unknown
 NATIVE, LOSSLESS, AUTO = "native", "lossless", "auto"
 """Exact sums: by the process group, in fewer bytes with the same exact result, or the faster of the two."""
 EXACT = (NATIVE, LOSSLESS, AUTO)
+Exact = Literal["native", "lossless", "auto"]
 
-Method = str | Compressor | Exchanged
+Method = Exact | Compressor | Exchanged
 """How one gradient travels: one of `EXACT`, or a compressor, with its exchange where that is chosen by hand."""
 Rule = Callable[[Parameter], Method]
 """A function from a parameter to its method; the same on all ranks."""
-Dense = Method | Rule | Mapping[str, Method | Rule]
+Patterns = Mapping[str, Method | Rule | str]
+"""Methods and rules by name pattern; ``str``, because a dict that is built before the call has values of that type."""
+Dense = Method | Rule | Patterns
 """Type of the argument ``dense`` of `thinwire.attach`, but for policies of `thinwire.fuse` and plans."""
 
 
@@ -107,11 +111,11 @@ def _method_of(dense: Dense, parameter: Parameter) -> Method:
         return leave_small(dense)(parameter)
     if isinstance(dense, Mapping):
         method = _first(dense, parameter)
-        return _called(method, parameter) if callable(method) else method
+        return _called(method, parameter) if callable(method) else _checked(method, "dense has")
     return _called(dense, parameter) if callable(dense) else _checked(dense, "dense is")
 
 
-def _first(patterns: Mapping[str, Method | Rule], parameter: Parameter) -> Method | Rule:
+def _first(patterns: Patterns, parameter: Parameter) -> Method | Rule | str:
     """Return the value of the first pattern that matches a name."""
     return next((value for pattern, value in patterns.items() if fnmatchcase(parameter.name, pattern)), NATIVE)
 
@@ -129,9 +133,7 @@ def _called(rule: Rule, parameter: Parameter) -> Method:
     return _checked(answer, f"{name} answers for parameter {parameter.name!r}")
 
 
-def _check_patterns(
-    patterns: Mapping[str, Method | Rule], parameters: Sequence[Parameter], others: Sequence[Parameter]
-) -> None:
+def _check_patterns(patterns: Patterns, parameters: Sequence[Parameter], others: Sequence[Parameter]) -> None:
     for pattern, value in patterns.items():
         if not callable(value):
             _checked(value, f"dense has for {pattern!r}")
@@ -148,7 +150,7 @@ def _checked(value: object, where: str) -> Method:
     if isinstance(value, str) and value not in EXACT:
         raise unknown("dense", value, EXACT, ", a compressor such as thinwire.compress.top_k(0.01), or a thinwire.Plan")
     if isinstance(value, (str, Compressor, Exchanged)):
-        return value
+        return cast("Method", value)
     raise ValueError(
         f"{where} {value!r}: pass {', '.join(map(repr, EXACT))}, a compressor such as thinwire.compress.top_k(0.01), a"
         " function from a Parameter to one of these, or a dict of name patterns; policies of thinwire.fuse and plans"

@@ -23,6 +23,7 @@ from thinwire.gradients.buckets import Buckets, Contents, as_real
 from thinwire.gradients.ddp import Plug
 from thinwire.gradients.lossless import Other
 from thinwire.gradients.module import is_dtensor, like, local_of
+from thinwire.gradients.passes import EARLY_STEP
 from thinwire.gradients.tables import LookupRows, TableGradient, sparse_tables_of
 from thinwire.gradients.torch_internals import hooks_after, version
 from thinwire.observe.step import Clock
@@ -423,7 +424,7 @@ class ParameterHooks(Plug):
         hooks = len(hooks_after(parameter) or ())
         is_written = version(parameter) != self._versions[index] and hooks > 1
         if parameter.grad is None or is_written:
-            raise ThinwireError(_EARLY_STEP.format(name=self.trained[index].name))
+            raise ThinwireError(EARLY_STEP.format(f"parameter {self.trained[index].name!r}"))
 
     def _submit(self) -> None:
         number = self._pass.submitted
@@ -539,12 +540,6 @@ def trained_parameters(module: nn.Module, lookups: LookupRows, names: Mapping[in
 
 
 _NO_IDS = torch.empty(0, dtype=torch.int64)
-
-_EARLY_STEP = (
-    "parameter {name!r}: its gradient was used up before it was averaged over the ranks, as by an optimizer that steps"
-    " in a hook, so the models of the ranks would drift apart. Step after backward(), or step in the hook only after"
-    " detach()"
-)
 
 
 def _hooked(parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> RemovableHandle:

@@ -37,10 +37,15 @@ from thinwire.gradients.module import (
     synchronized_parameters,
 )
 from thinwire.gradients.tables import Hook, tensors_of, weak
-from thinwire.gradients.torch_internals import ENGINE_FRAME, active_ddp, at_end_of_backward, graph_task
+from thinwire.gradients.torch_internals import ENGINE_FRAME, active_ddp, at_end_of_backward, graph_task, has_optimizer
 from thinwire.observe.step import Clock
 
 logger = logging.getLogger("thinwire")
+
+EARLY_STEP = (
+    "{}: gradients are used up before they are averaged over the ranks, so the models of the ranks would drift apart."
+    " Step after backward(), or step in the hook only after detach()"
+)
 
 
 class _FromOutput:
@@ -495,29 +500,38 @@ class Passes:
         gradients. ``torch.distributed.checkpoint`` makes the state of a new one by a step with learning rates of zero.
         """
         self.send_held()
+        if self._is_ddp and self.is_midway and not self.is_local and graph_task() >= 0 and self._trains(optimizer):
+            raise ThinwireError(EARLY_STEP.format(f"{type(optimizer).__name__} steps in a hook of backward"))
         self.optimizer_steps += self._taken != self._finished
         self._taken = self._finished
         last, self._used[optimizer] = self._used.get(optimizer, 0), self._finished
         if last != self._finished or self.is_local or self.backward.is_running or self._has_warned:
             return
-        groups: list[dict[str, Any]] = optimizer.param_groups
-        if all(float(group.get("lr", 1.0)) == 0.0 for group in groups):
-            return
-        used = [parameter for group in groups for parameter in group["params"] if parameter.grad is not None]
-        if 2 * sum(parameter in self._structure for parameter in used) <= len(used):
+        if all(float(group.get("lr", 1.0)) == 0.0 for group in optimizer.param_groups) or not self._trains(optimizer):
             return
         self._has_warned = True
         model = "DDP model itself (not model.module)" if self._is_ddp else "attached model itself (not a part of it)"
-        why = (
-            "it steps in a hook, before they are averaged. Step after backward()"
-            if graph_task() >= 0
-            else "no backward pass reached its hooks since the last step of this optimizer. Call the"
+        text = (
+            f"thinwire is attached, but {type(optimizer).__name__} uses gradients that it did not synchronize: no"
+            " backward pass reached its hooks since the last step of this optimizer. Call the"
             f" {model} and loss.backward(), where its parameters are used: gradients of torch.autograd.grad and"
             " torch.func are not seen. For local steps on purpose use Synchronizer.no_sync()"
         )
-        text = f"thinwire is attached, but {type(optimizer).__name__} uses gradients that it did not synchronize: {why}"
         logger.warning(text)
         warnings.warn(text, stacklevel=5)
+
+    def _trains(self, optimizer: Optimizer) -> bool:
+        """Return whether most gradients that an optimizer is about to use are of this model."""
+        groups: list[dict[str, Any]] = optimizer.param_groups
+        used = [parameter for group in groups for parameter in group["params"] if parameter.grad is not None]
+        return 2 * sum(parameter in self._structure for parameter in used) > len(used)
+
+
+def check_optimizers(model: nn.Module, excluded: Container[str]) -> None:
+    """Raise ValueError if a parameter has an optimizer that steps in backward."""
+    for name, parameter in synchronized_parameters(model, excluded):
+        if has_optimizer(parameter):
+            raise ValueError(EARLY_STEP.format(f"parameter {name!r} has an optimizer that steps in backward"))
 
 
 def _refuse_inside_ddp(module: nn.Module, excluded: Container[str]) -> None:

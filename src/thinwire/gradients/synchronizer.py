@@ -48,8 +48,7 @@ from thinwire.gradients.steps.trials import RowsChoice
 from thinwire.gradients.tables import LookupRows, sparse_tables_of, table_names, weak
 from thinwire.observe.step import Clock, ParameterRecord
 from thinwire.rows import floats
-from thinwire.sums.scheme import Scheme
-from thinwire.sums.two_level import TwoLevel
+from thinwire.sums.named import Rows
 from thinwire.tune.prices import Route
 
 _log = logging.getLogger("thinwire")
@@ -118,7 +117,7 @@ class Synchronizer(Attached):
         self,
         model: nn.Module,
         group: dist.ProcessGroup,
-        rows: str | Scheme | TwoLevel,
+        rows: Rows,
         timeout: timedelta | None,
         methods: Methods,
         excluded: frozenset[str],

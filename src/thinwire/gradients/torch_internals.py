@@ -11,6 +11,7 @@ All versions in `TESTED` have the names that `needed` yields. Done without, wher
 |---|---|---|
 | ``_divide_by_initial_world_size``, in ``join`` | DDP | 2.11 to 2.15 |
 | ``Node._raw_saved_indices``, ``_saved_indices`` | the node of a lookup; gradients are scanned without | 2.11 to 2.15 |
+| ``_in_backward_optimizers`` | a parameter; its optimizer's step is refused then, and not ``attach`` | 2.11 to 2.15 |
 | ``_fsdp_param_groups`` of a state | FSDP2; before it ``_fsdp_param_group`` | 2.12 to 2.15 |
 | ``_unsharded_param`` of a parameter, once it was gathered | FSDP2 | 2.11 to 2.15 |
 | ``unsharded_grad_dtype``, ``sharded_grad_dtype`` of a parameter | FSDP2 | 2.15 |
@@ -45,6 +46,8 @@ at_end_of_backward: Any = getattr(Variable._execution_engine, "queue_callback", 
 """Call a function at the end of the running backward pass; RuntimeError if none runs. An exception drops it."""
 version: Callable[[Tensor], int] = attrgetter("_version")
 """Return how often a tensor was written to in place."""
+has_optimizer: Callable[[Tensor], bool] = lambda parameter: hasattr(parameter, "_in_backward_optimizers")  # noqa: E731
+"""Return whether ``_apply_optimizer_in_backward`` gave a parameter an optimizer that steps in a hook of its node."""
 hooks_before: Callable[[Tensor], Mapping[int, object] | None] = attrgetter("_backward_hooks")
 """Return the hooks that see a gradient before it is accumulated, by the number of their handle."""
 hooks_after: Callable[[Tensor], Mapping[int, object] | None] = attrgetter("_post_accumulate_grad_hooks")

@@ -17,16 +17,14 @@ from thinwire.outer.inner import outer_group
 from thinwire.outer.loop import OuterLoop
 from thinwire.outer.members import Members
 from thinwire.outer.recipe import OuterRecipe
-from thinwire.sums.named import AUTO, resolve
-from thinwire.sums.scheme import Scheme
-from thinwire.sums.two_level import TwoLevel
+from thinwire.sums.named import AUTO, Rows, resolve
 
 
 def attach(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     recipe: OuterRecipe,
-    rows: str | Scheme | TwoLevel = AUTO,
+    rows: Rows = AUTO,
     dense: Dense = NATIVE,
     *,
     process_group: Group | Members = None,

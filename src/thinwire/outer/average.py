@@ -30,8 +30,7 @@ from thinwire.gradients.module import local_of
 from thinwire.gradients.steps import state as states
 from thinwire.gradients.tables import TableGradient, staged
 from thinwire.observe.step import ParameterRecords
-from thinwire.sums.scheme import Scheme
-from thinwire.sums.two_level import TwoLevel
+from thinwire.sums.named import Rows
 
 OPENINGS = "openings of rounds"
 """Name of the row of `OuterLoop.table` for the numbers that a round begins and ends with."""
@@ -135,7 +134,7 @@ class Averager:
         lane: Lane,
         entries: Sequence[Entry],
         dense: Dense,
-        scheme: str | Scheme | TwoLevel,
+        scheme: Rows,
         records: ParameterRecords,
         staging: Staging | None = None,
     ) -> None:

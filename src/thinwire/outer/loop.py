@@ -37,8 +37,7 @@ from thinwire.outer.recipe import OuterRecipe
 from thinwire.outer.rounds import Rounds, agree
 from thinwire.outer.shadow import ShadowRounds
 from thinwire.outer.stepped import SteppedRounds
-from thinwire.sums.scheme import Scheme
-from thinwire.sums.two_level import TwoLevel
+from thinwire.sums.named import Rows
 
 VERSION = 1
 MOMENTUM_TWICE = (
@@ -72,7 +71,7 @@ class OuterLoop(Attached):
         group: dist.ProcessGroup | Members,
         recipe: OuterRecipe,
         optimizer: torch.optim.Optimizer,
-        rows: str | Scheme | TwoLevel,
+        rows: Rows,
         dense: Dense,
         excluded: frozenset[str],
         timeout: timedelta | None,

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from thinwire.compress.assign import LOSSLESS, NATIVE, Method, Rule, leave_small
+from thinwire.compress.assign import LOSSLESS, NATIVE, Exact, Method, Rule, leave_small
 from thinwire.compress.base import Exchanged, Parameter
 from thinwire.compress.named import parse
 from thinwire.compress.reductions.choose import REDUCTIONS
@@ -56,7 +56,7 @@ class Group:
     compressor: str | None = None
     exchange: str = "all_reduce"
     joins: bool = False
-    dense: str = NATIVE
+    dense: Exact = NATIVE
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "parameters", tuple(self.parameters))
@@ -218,8 +218,8 @@ class Plan:
 
     def dense(self) -> Method | Rule:
         """Return how gradients travel, for `thinwire.compress.assign.assign`: one exact sum of all, or a rule."""
-        exact = {group.dense if group.compressor is None else "" for group in self.groups}
-        if len(exact) == 1 and "" not in exact:
+        exact = {group.dense for group in self.groups}
+        if len(exact) == 1 and all(group.compressor is None for group in self.groups):
             return exact.pop()
         group_of = {name: group for group in self.groups for name in group.parameters}
         return lambda parameter: group_of[parameter.name].method(parameter)

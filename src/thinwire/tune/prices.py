@@ -382,7 +382,7 @@ def route_prices(
     options.append(min(rows, key=lambda option: option.seconds))
     if lane is not None and not demand.in_rank_order:  # a GPU sums the values of a row in another order than the host
         offers = offers_of(demand, lane, hosts)
-        offer = min((one for one in offers if not getattr(one.scheme, "is_dense", False)), key=_seconds)
+        offer = min((one for one in offers if one.scheme != DENSE), key=_seconds)
         moved = (demand.held + demand.union) * demand.row_bytes
         copies = 0.0 if is_host else moved * COPY_BYTE_SECONDS + STAGED_LAUNCHES * LAUNCH_SECONDS
         seconds = LANE_SHARE * (_seconds(offer) + copies) + LANE_SECONDS

@@ -12,7 +12,7 @@ from thinwire.compress.named import NAMES, colons, parse, split
 from thinwire.compress.reductions.choose import reduction_for
 from thinwire.lab.planning.measurement import DdpSite, Measurement
 from thinwire.lab.planning.planner import Option, plan_of
-from thinwire.plan.plan import LOSSLESS, STOCK, Plan
+from thinwire.plan.plan import LOSSLESS, STOCK, Exact, Plan
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Advice:
     compressor: str | None = None
     exchange: str | None = None
     plan: Plan | None = None
-    dense: str | None = None
+    dense: Exact | None = None
 
 
 def advice_of(option: Option, measurement: Measurement, options: Sequence[Option]) -> Advice:

@@ -30,7 +30,7 @@ class Destination:
     directory: str
     replicas: int
     run_id: str
-    compress: str | None = None
+    compress: Any = None
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class InPeers:
     """The method of `thinwire.checkpoint.Checkpointer`, which sends in the gaps of the lane."""
 
     name = THINWIRE
-    _max_overhead: str | None = "auto"
+    _max_overhead: Any = "auto"
 
     def __init__(self, trainer: Trainer, destination: Destination, rank: int) -> None:
         training, socket = trainer.training, socket_path(destination.sockets[rank])

@@ -260,7 +260,7 @@ def _rule(compressor: Exchanged, leave: str) -> Rule:
 class ThinwireMethod(RunningMethod):
     """Method that attaches thinwire to a model."""
 
-    def __init__(self, model: nn.Module, rows: str, dense: Any) -> None:
+    def __init__(self, model: nn.Module, rows: Any, dense: Any) -> None:
         import thinwire
 
         self._synchronizer = thinwire.attach(model, rows, dense)

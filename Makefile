@@ -40,7 +40,8 @@ lint: install    ## ruff and the type checker
 # Four workers on two cores: ranks wait for each other, for links and for limits, so fewer leave the cores idle.
 # What fails runs once more, alone; what passes then is named last, as flaky.
 SUITE  := $(BIN)/python tools/suite.py
-PYTEST := $(SUITE) -n 4 --dist worksteal --durations=10
+WORKERS := 4
+PYTEST := $(SUITE) -n $(WORKERS) --dist worksteal --durations=10
 QUICK  := -m "not gpu and not slow and not docs and not integrations" --pairs
 REST   := -m "not gpu and not docs and not integrations" --rest --ignore=tests/aot --ignore=tests/house/test_gpu_page.py
 
@@ -89,12 +90,12 @@ test-jit-off: install ## the kernels as plain Python, which coverage tools can s
 
 # The oldest and the newest torch, each in an environment of its own; another Python by PYTHON=python3.13 in a fresh clone.
 TORCHES := 2.11 2.15
-OF_TORCH := tests/gradients tests/attach tests/outer tests/comm tests/backend tests/reproducible tests/sums
+OF_TORCH := $(addprefix tests/,gradients attach outer comm backend reproducible sums checkpoint lab)
 
 test-torches: $(TORCHES:%=test-torch-%) ## what starts ranks, on the oldest and the newest torch; TORCHES="2.12 2.13": on these
 
 $(TORCHES:%=test-torch-%): test-torch-%: $(VENV)/torch-%/.installed
-	$(VENV)/torch-$*/bin/python tools/suite.py -n 4 --dist worksteal -m "ranks and not gpu and not slow" --pairs $(OF_TORCH)
+	$(VENV)/torch-$*/bin/python tools/suite.py -n $(WORKERS) --dist worksteal -m "ranks and not gpu and not slow" --pairs $(OF_TORCH)
 
 $(TORCHES:%=$(VENV)/torch-%/.installed): $(VENV)/torch-%/.installed: pyproject.toml constraints.txt
 	@echo "torch $*: an environment of its own, 2 to 10 minutes; 1.3 GB on disk, or 6 GB where pip has only the build with CUDA"

@@ -418,7 +418,9 @@ class Buckets:
         if not contents.compressed:
             return
         assert self._compressed is not None
-        coded = partial(self._lossless.average, bucket=contents.name, gradients=contents.others)
+        coded = None  # a sum that takes nothing would make others wait for it
+        if self.has_lossless:
+            coded = partial(self._lossless.average, bucket=contents.name, gradients=contents.others)
         others = [other.gradient for other in contents.others]
         self._compressed.synchronize(lane, contents.compressed, others, coded)
 

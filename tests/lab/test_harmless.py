@@ -31,51 +31,104 @@ from thinwire.lab.testbed.network import Link
 from thinwire.lab.testbed.rank import RankContext
 from thinwire.outer.members import Members
 
+KINDS = ("memory", "disk", "dcp-memory", "dcp-disk", "except", "with", "finally", "atexit", "end", "loop")
+"""How the script keeps checkpoints: by ours, by DCP in memory and on a disk at the end, and by ``torch.save``."""
+
 TRAIN = """
     import atexit, hashlib, sys
+    from contextlib import ExitStack
+    from functools import partial
     from pathlib import Path
-    import torch, torch.distributed as dist
+    import torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
     from torch import nn
     from torch.nn.parallel import DistributedDataParallel
-    from thinwire.checkpoint import Checkpointer, CheckpointPolicy, Disk, Storage
+    from thinwire.checkpoint import Checkpointer, CheckpointPolicy, Disk, MemoryReader, MemoryWriter, Storage
 
-    def kept(model, optimizer):
-        policy = CheckpointPolicy(max_overhead=None, on_divergence="off")
-        return Checkpointer(model, optimizer, policy=policy, storage=Storage("the-run", disk=Disk("disk", "1d")))
+    class Keeper:
+        def __init__(self, kinds, model, optimizer):
+            self.kinds, self.model, self.steps = kinds.split(","), model, 0
+            self.ours, policy = [], CheckpointPolicy(max_overhead=None, on_divergence="off")
+            for kind, disk in (("memory", None), ("disk", Disk("disk", "1d"))):
+                if kind in self.kinds:
+                    storage = Storage(f"run-{kind}", disk=disk)
+                    self.ours.append(Checkpointer(model, optimizer, policy=policy, storage=storage))
+            if "dcp-memory" in self.kinds:
+                self.writer = MemoryWriter("run-dcp")
 
-    def train(steps):
+        def restore(self):
+            first = [keeper.restore() or 0 for keeper in self.ours]
+            if "dcp-memory" in self.kinds:
+                reader = MemoryReader("run-dcp")
+                if reader.step is not None:
+                    dcp.load(self.model.state_dict(), storage_reader=reader)
+                    first.append(reader.step)
+                reader.close()
+            self.steps = max(first, default=0)
+            return self.steps
+
+        def step(self):
+            self.steps += 1
+            for keeper in self.ours:
+                keeper.step()
+            if "dcp-memory" in self.kinds and self.steps % 4 == 0:
+                dcp.save(self.model.state_dict(), storage_writer=self.writer, checkpoint_id=self.steps)
+            self.end("loop")
+
+        def end(self, kind):
+            if kind not in self.kinds:
+                return
+            if kind == "dcp-disk":
+                return dcp.save(self.model.state_dict(), checkpoint_id="dcp")
+            torch.save(self.model.state_dict(), f"{kind}-{dist.get_rank() if dist.is_initialized() else 0}.pt")
+
+        def close(self):
+            for keeper in self.ours:
+                if "disk" in self.kinds and keeper is self.ours[-1]:
+                    keeper.persist_now()
+                keeper.flush()
+                keeper.close()
+            if "dcp-memory" in self.kinds:
+                self.writer.close()
+
+    def train(steps, kinds):
         dist.init_process_group("gloo")
         torch.manual_seed(0)
         model = DistributedDataParallel(nn.Linear(16, 16))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         torch.manual_seed(dist.get_rank())
-        keeper = kept(model, optimizer)
-        first = keeper.restore() or 0
+        keeper = Keeper(kinds, model, optimizer)
+        first = keeper.restore()
         ended = Path(f"ended-{dist.get_rank()}")
-        atexit.register(lambda: ended.with_suffix(".atexit").touch())
-        try:
-            for step in range(first, steps):
-                optimizer.zero_grad()
-                try:
-                    model(torch.randn(4, 16)).square().mean().backward()
-                except:
-                    continue
-                optimizer.step()
-                keeper.step()
-        except:
-            ended.with_suffix(".except").touch()
-        finally:
-            digest = hashlib.sha256(model.module.weight.detach().numpy().tobytes()).hexdigest()
-            ended.write_text(f"{first} {digest}")
-        keeper.persist_now()
-        keeper.flush()
+        atexit.register(keeper.end, "atexit")
+        with ExitStack() as stack:
+            stack.callback(keeper.end, "with")
+            try:
+                for step in range(first, steps):
+                    optimizer.zero_grad()
+                    try:
+                        model(torch.randn(4, 16)).square().mean().backward()
+                    except:
+                        keeper.end("except")
+                        continue
+                    optimizer.step()
+                    keeper.step()
+            except:
+                keeper.end("except")
+            finally:
+                keeper.end("finally")
+                keeper.end("dcp-disk")
+                digest = hashlib.sha256(model.module.weight.detach().numpy().tobytes()).hexdigest()
+                ended.write_text(f"{first} {digest}")
+        keeper.end("end")
         keeper.close()
 
     def make():
+        kinds = Path("kinds").read_text()
         model = nn.Linear(16, 16)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        keeper = kept(model, optimizer)
+        keeper = Keeper(kinds, model, optimizer)
         keeper.restore()
+        atexit.register(keeper.end, "atexit")
 
         def batch():
             keeper.step()
@@ -84,7 +137,7 @@ TRAIN = """
         return model, batch, lambda model, batch: model(batch).square().mean(), optimizer
 
     if __name__ == "__main__":
-        train(int(sys.argv[1]))
+        train(int(sys.argv[1]), Path("kinds").read_text())
 """
 
 
@@ -99,19 +152,20 @@ def train(steps: int) -> list[str]:
 
 
 def everything(socket: str) -> dict[str, str]:
-    """Return digests of what the holder has of the run, and of all files beside it."""
+    """Return digests of what the holder has of the runs, and of all files beside it."""
     with HolderClient.connect(socket, SECRET.encode()) as client:
         found = {}
-        for version in client.inventory("the-run"):
-            with client.open(version) as reader:
-                found[repr(version)] = hashlib.sha256(reader.payload).hexdigest()
+        for run in ("run-memory", "run-disk", "run-dcp"):
+            for version in client.inventory(run):
+                with client.open(version) as reader:
+                    found[repr(version)] = hashlib.sha256(reader.payload).hexdigest()
     files = [path for path in Path().rglob("*") if path.is_file() and "cache" not in path.parts]
     return found | {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 @pytest.fixture
-def real_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A run of 12 steps with versions in the memory of a holder and on the disk; yields the holder's socket."""
+def real_run(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A run of 12 steps that keeps checkpoints in the ways that the test names; yields the holder's socket."""
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
     if kernels := code_directory():  # compiled once a machine, and speeds are not kept there
@@ -120,6 +174,7 @@ def real_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("THINWIRE_SECRET", SECRET)
     Path("train.py").write_text(textwrap.dedent(TRAIN))
+    Path("kinds").write_text(request.param)
     with running_holders(tmp_path, "50MB", "a") as (socket,):
         monkeypatch.setenv("THINWIRE_HOLDER", socket)
         assert [end.split()[0] for end in train(12)] == ["0", "0"]
@@ -129,10 +184,12 @@ def real_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 @pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.timeout(480)
+@pytest.mark.parametrize("real_run", [",".join(KINDS[:-1])], indirect=True, ids=["all"])
 def test_a_real_run_is_the_same_before_and_after_its_script_is_measured(real_run: str) -> None:
-    before, script = everything(real_run), Path("train.py")
-    assert sum("disk" in name for name in before) > 2
-    assert sum(name.startswith("Version") for name in before) >= 2
+    before, script, kinds = everything(real_run), Path("train.py"), Path("kinds").read_text().split(",")
+    assert [kind for kind in kinds if kind in KINDS[:2] and not any(f"run-{kind}" in name for name in before)] == []
+    assert ("disk" not in kinds) or sum("disk/" in name for name in before) > 2
+    assert ("dcp-disk" not in kinds) or sum("dcp/" in name for name in before) > 2
     run_script(script, ["1000000"], workers=2, steps=4)
     assert everything(real_run) == before, "analyze"
     measured = measure_script(script, ["1000000"], 2, How((), steps=2))
@@ -144,7 +201,7 @@ def test_a_real_run_is_the_same_before_and_after_its_script_is_measured(real_run
     assert measure_on_hosts(TrainingTarget("train.py:make"), How((), steps=2), 2, 1, Link(None), print).world_size == 2
     assert everything(real_run) == before, "a job of one's own"
     ends = train(14)
-    assert [end.split()[0] for end in ends] == ["12", "12"], "it goes on from its own newest version"
+    assert {end.split()[0] for end in ends} == {"12" if set(KINDS[:3]) & set(kinds) else "0"}, "from its newest version"
     assert len({end.split()[1] for end in ends}) == 1
 
 

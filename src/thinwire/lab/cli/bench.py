@@ -99,9 +99,7 @@ def where(hosts: int | None, ranks_per_host: int | None, link: str | None) -> di
 def check_job(job: str) -> None:
     """Raise ValueError for a name that no job has; without importing torch, as `parse_job` does."""
     if ":" not in job and job not in JOBS.split(", "):
-        raise ValueError(
-            f"unknown job {job!r}; legal are {JOBS}, or module:function; a script is FILE.py or -m MODULE"
-        )
+        raise ValueError(f"unknown job {job!r}; legal are {JOBS}, or module:function; a script is FILE.py or -m MODULE")
 
 
 def compile_kernels(tell: OnProgress, total: int | None, names: Iterable[str] | None = None) -> None:

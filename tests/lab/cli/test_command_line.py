@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import os
 import platform
 import secrets
@@ -190,6 +191,33 @@ def test_an_option_of_ours_behind_a_script_is_its_own_too_and_the_screen_says_so
     result = CliRunner().invoke(script_app, ["--steps", "5", "train.py", "--steps=100", "--json", "data.json"])
     assert result.stdout == "['train.py', '--steps=100', '--json', 'data.json'] 5  False\n"
     assert result.stderr == "--steps=100 behind train.py goes to it: put -show's options first.\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "starts"),
+    [
+        ("doctor train.py", "lab.analyze.steps.measure_script"),
+        ("analyze train.py", "lab.analyze.run.run_script"),
+        ("doctor train:make", "lab.bench.measured.measure_on_hosts"),
+        ("plan --measure --job train:make", "lab.bench.measured.measure_on_hosts"),
+        ("bench train --job train:make", "lab.bench.train.benchmark.TrainBenchmark"),
+    ],
+)
+def test_what_cannot_be_kept_from_a_script_is_announced_before_it_starts(
+    command: str, starts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(*args: object, **options: object) -> None:
+        raise ValueError("now it would start")
+
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("def make(): ...")
+    module, name = f"thinwire.{starts}".rsplit(".", 1)
+    monkeypatch.setattr(importlib.import_module(module), name, start)
+    said = CliRunner().invoke(main.app, command.split()).stderr
+    assert "now it would start" in said
+    before = said.split("now it would start")[0]
+    assert "runs as it is: what it saves by itself, as by torch.save, is saved" in before
+    assert "Checkpoints of thinwire are neither restored nor saved meanwhile." in before
 
 
 def test_only_what_thinwire_wrote_is_overwritten(tmp_path: Path) -> None:

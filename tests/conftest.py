@@ -1,4 +1,7 @@
-"""What every test starts from: the same seeds, one thread, hypothesis without deadlines or luck."""
+"""What every test starts from: the same seeds, one thread, hypothesis without deadlines or luck.
+
+torch and thinwire are imported by what needs them: the process that starts the workers does not, and they wait for it.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +14,8 @@ import random
 from collections.abc import Iterator
 from importlib.metadata import version
 
-import numpy as np
 import pytest
-import torch
-import torch.distributed as dist
 from hypothesis import settings
-
-from compiled import compiled_functions
-from thinwire import kernels
-from thinwire.lab.demo import corpus
-from thinwire.lab.testbed import launch
 
 pytest_plugins = ["durations", "failures", "last_words", "selection"]
 os.environ.setdefault("PYTHONFAULTHANDLER", "1")  # what tests start says where it crashed: ranks, holders, commands
@@ -47,6 +42,8 @@ def pytest_collection() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> None:
+    import torch
+
     torch.set_num_threads(1)
 
 
@@ -61,6 +58,8 @@ def loggers_propagate() -> None:
 @pytest.fixture(autouse=True, scope="session")
 def kernels_are_compiled() -> None:
     """No test should wait for them, nor send floats uncoded meanwhile. `make test` has compiled them before."""
+    from thinwire import kernels
+
     kernels.warm_up()
 
 
@@ -70,6 +69,8 @@ def ranks_start_with_what_attach_needs() -> None:
     0.25 s on the others: start and end take 0.05 s with them, and took 0.19 s. (Of Python 3.11 the server finds only
     what is installed, and passes over the others in silence.)
     """
+    from thinwire.lab.testbed import launch
+
     for module in ("torch._dynamo", "pytest", "hypothesis", "thinwire.outer.loop", "thinwire.checkpoint.checkpointer"):
         launch.preload(module)
 
@@ -87,6 +88,9 @@ def freed_memory_goes_back() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def seeds() -> None:
+    import numpy as np
+    import torch
+
     random.seed(0)
     np.random.seed(0)
     torch.default_generator.manual_seed(0)  # torch.manual_seed keeps a stack for each kind of device: 5 ms a test
@@ -95,6 +99,10 @@ def seeds() -> None:
 @pytest.fixture
 def small_corpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """A text of 300 words of falling frequency, each second one from the one before, every fourth of a subject."""
+    import numpy as np
+
+    from thinwire.lab.demo import corpus
+
     generator = np.random.default_rng(0)
     tokens = (generator.random(60_000) ** 3 * 300).astype(np.int32)
     tokens[1::2] = (tokens[::2] * 7 + 1) % 300
@@ -106,6 +114,8 @@ def small_corpus(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def nothing_compiles_after_warm_up() -> Iterator[None]:
     """Whatever kernels are called with, `warm_up` has compiled for it."""
+    from thinwire import kernels
+
     kernels.warm_up()
     before = _signatures()
     yield
@@ -114,6 +124,8 @@ def nothing_compiles_after_warm_up() -> Iterator[None]:
 
 def _signatures() -> dict[str, set[object]]:
     """The types that each function was compiled for, in this process or one before."""
+    from compiled import compiled_functions
+
     return {name: set(function.signatures) for name, function in compiled_functions().items()}
 
 
@@ -135,6 +147,8 @@ def _versions() -> str:
 @pytest.fixture(scope="module")
 def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """A process group of this process alone."""
+    import torch.distributed as dist
+
     store = tmp_path_factory.mktemp("group") / "store"
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
     yield

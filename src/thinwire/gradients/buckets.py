@@ -154,7 +154,6 @@ class Buckets:
         self._gradients, self._native, self._collective = sums.gradients, sums.native, sums.collective
         self._compressed = sums.compressed
         self._lossless = sums.lossless or LosslessSync(sums.gradients.records)  # which takes nothing
-        self.how = self._lossless.how  # how the gradient of a parameter is summed if it is not compressed
         self.has_lossless = sums.lossless is not None  # whether gradients may be summed losslessly
         self.alike = self._lossless.alike or NATIVE  # how all are that are not compressed, if that is one exact sum
         self.is_of_model = self._native is not None and self._native.is_own  # whether sums are by the model's own group
@@ -251,9 +250,13 @@ class Buckets:
         if bucket.is_last():
             self.flush()
 
+    def how(self, name: str) -> str:
+        """Return how the gradient of a parameter is summed if it is not compressed."""
+        return self._lossless.how(name) if self.has_lossless else NATIVE
+
     def goes_lossless(self, name: str, gradients: Sequence[Other]) -> bool:
         """Return whether any gradient of a bucket is summed losslessly in this step."""
-        return any(self._lossless.taken(name, gradients))
+        return self.has_lossless and any(self._lossless.taken(name, gradients))
 
     def expect(self, names: Iterable[str]) -> None:
         """Let tables that another run has seen wait from the first step on, so that groups and bits are as there."""
@@ -384,7 +387,7 @@ class Buckets:
         contents, _ = batch[0]
         if len(batch) > 1 or contents.tables or contents.compressed or contents.started or not self._staging.is_host:
             return None
-        if not all(self._lossless.taken(contents.name, contents.others)):
+        if not self.has_lossless or not all(self._lossless.taken(contents.name, contents.others)):
             return None
         return lambda lane: self._begin_dense(lane, contents)
 
@@ -418,7 +421,7 @@ class Buckets:
         if not contents.compressed:
             return
         assert self._compressed is not None
-        coded = None  # a sum that takes nothing would make others wait for it
+        coded = None
         if self.has_lossless:
             coded = partial(self._lossless.average, bucket=contents.name, gradients=contents.others)
         others = [other.gradient for other in contents.others]
@@ -429,7 +432,8 @@ class Buckets:
         lossless, others = self._lossless, contents.others
         if contents.scattered is not None:
             return lossless.begin_reduce_scatter(lane, contents.name, *contents.scattered, self._staging)
-        complete = lossless.begin(lane, contents.name, others, self._staging)
+        is_coded, rest = self.has_lossless, partial(list[Other], others)
+        complete = lossless.begin(lane, contents.name, others, self._staging) if is_coded else rest
 
         def finish() -> None:
             for name, gradient, _ in complete():

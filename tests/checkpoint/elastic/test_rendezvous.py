@@ -65,6 +65,7 @@ class Hosts:
         agent = self.agents.pop(name)
         agent._end()
         agent._boards.close()
+        agent._store = None
 
     def join(self, *names: str) -> dict[str, RendezvousInfo]:
         """All of them at once, each in a thread; those that do not come back in time stand by."""
@@ -221,6 +222,18 @@ def test_what_is_wrong_is_said(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) ->
         lonely = hosts.start("d", (1, 3), join_timeout="0.3", last_call_timeout="100")
     with pytest.raises(RendezvousTimeoutError, match=r"did not start in 0.3 s"):
         lonely.next_rendezvous()
+
+
+def test_an_agent_that_has_ended_serves_no_store(hosts: Hosts) -> None:
+    """Whoever holds the agent, as the record of a warning does with the error in it, and that with its frames."""
+    agent = hosts.start("a", (1, 1))
+    hosts.join("a")
+    served = hosts.joined("a")["a"].bootstrap_store_info
+    address = served.master_addr, served.master_port
+    socket.create_connection(address, PATIENCE).close()
+    agent.shutdown()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(address, PATIENCE)
 
 
 def test_an_agent_that_has_ended_starts_no_holder(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,6 +96,7 @@ class ElasticRendezvous(RendezvousHandler):
             memory_budget=params.get("memory_budget"),
         )
         self._ended, self._starting = threading.Event(), threading.Lock()
+        self._store: TCPStore | None = None  # of this host's workers, if the first of them is here
         self._holder_pid = 0
         self._ensure_holder()
         os.environ[SOCKET_VARIABLE], os.environ[AGENT_VARIABLE] = str(path), str(os.getpid())
@@ -136,8 +137,8 @@ class ElasticRendezvous(RendezvousHandler):
         """
         with self._lock:
             # It listens before workers start: a worker that finds no store waits for half a second.
-            self._store = TCPStore(self._address, 0, is_master=True, wait_for_workers=False)
-            self._want, self._master = "join", [self._address, self._store.port]
+            self._store = store = TCPStore(self._address, 0, is_master=True, wait_for_workers=False)
+            self._want, self._master = "join", [self._address, store.port]
         self._warm.ensure()
         deadline, reviewed = time.monotonic() + self._join_timeout, time.monotonic()
         reason, spare = "too few hosts", self._fresh
@@ -191,6 +192,8 @@ class ElasticRendezvous(RendezvousHandler):
             time.sleep(2 * self._patience)
         self._boards.close()
         self._warm.close()
+        with self._lock:
+            self._store = None  # which ends its server, though a record of a log may hold this agent
         return True
 
     def _end(self) -> None:

@@ -487,6 +487,26 @@ def run(directory: Path, *options: str) -> str:
     return result.output
 
 
+def test_a_run_is_forgotten_though_its_trainer_is_still_being_let_go(
+    host: Callable[..., Holder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has ended before somebody asks to forget its run, and the holder may notice a little later."""
+    here, noticed, end = host("a"), threading.Event(), sessions.TrainerSession.end
+
+    def end_late(session: sessions.TrainerSession) -> None:
+        assert noticed.wait(PATIENCE)
+        end(session)
+
+    monkeypatch.setattr(sessions.TrainerSession, "end", end_late)
+    with HolderClient.connect(here.config.socket_path, SECRET) as trainer:
+        hello(trainer)
+    later = threading.Timer(0.3, noticed.set)
+    later.start()
+    with HolderClient.connect(here.config.socket_path, SECRET) as client:
+        assert client.forget("run") == 1
+    later.join()
+
+
 def test_names_with_brackets_are_shown_as_they_are(tmp_path: Path) -> None:
     with process(tmp_path, "a"):
         with HolderClient.connect(tmp_path / "a", SECRET) as client:

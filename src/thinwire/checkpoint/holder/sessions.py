@@ -491,6 +491,14 @@ class TrainerSession(Session):
     def forget(self, request: dict[str, Any], _: bytes) -> dict[str, Any]:
         topology = get(request, "topology", str, 1, 256) if request.get("topology") is not None else None
         run_id = get(request, "run_id", str, 1, 256)
+
+        def trainers() -> list[Any]:
+            shards = [shard for shard in self.store.of_run(run_id) if topology in (None, shard.id.topology)]
+            return [shard.trainer for shard in shards if shard.trainer is not None]
+
+        with self.store.changed:
+            if self._wait_for(trainers) is None:  # who has just ended is cut off, and leaves
+                self.store.changed.wait_for(lambda: not trainers(), _TAKEOVER_SECONDS)
         shards = self.store.forget(run_id, topology)
         if topology is None:
             RunMarker(self.holder.config.socket_path, run_id).remove()  # what this host remembers of it

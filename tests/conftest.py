@@ -93,7 +93,7 @@ def seeds() -> None:
 
     random.seed(0)
     np.random.seed(0)
-    torch.default_generator.manual_seed(0)  # torch.manual_seed keeps a stack for each kind of device: 5 ms a test
+    torch.default_generator.manual_seed(0)  # torch.manual_seed keeps a stack for each kind of device: 1 ms a test
 
 
 @pytest.fixture

@@ -423,8 +423,7 @@ def test_another_release_is_named(host: Callable[..., Holder], caplog: pytest.Lo
     here = host("a")
     with connect(here.address) as old:
         old.sendall(struct.pack("<IBIQQ", 0x31465754, 1, 44, 0, 0) + bytes(16 + 44))
-        wait_until(lambda: here.refused == 1)
-    assert "another release of thinwire" in caplog.text
+        wait_until(lambda: "another release of thinwire" in caplog.text)  # it is counted before it is logged
 
 
 def test_secrets_are_changed_without_losing_memory_or_connections(host: Callable[..., Holder], tmp_path: Path) -> None:

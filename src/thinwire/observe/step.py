@@ -2,8 +2,8 @@
 
 Ranges name the parts of a synchronization, and cost next to nothing while nobody profiles: ``thinwire::find`` selects
 non-zero rows, ``::pack`` turns rows into bytes, ``::exchange`` waits for the network, ``::sum`` adds pieces of several
-ranks, ``::scatter`` writes a sum into the gradient. They are on the thread of the lane, which torch's profiler sees
-only when it is asked for all threads:
+ranks, ``::scatter`` writes a sum into the gradient. They are on the thread of the lane, or on the one that begins a job
+while another runs. Torch's profiler sees the lane only when it is asked for all threads:
 
     from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile
 

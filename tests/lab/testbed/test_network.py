@@ -15,7 +15,7 @@ import torch
 from torch import distributed as dist
 
 import thinwire
-from clocks import PATIENCE
+from clocks import PATIENCE, wait_until
 from namespaces import needs_namespaces
 from thinwire.lab.testbed import network as network_module
 from thinwire.lab.testbed.launch import RankContext, run_ranks
@@ -38,6 +38,11 @@ def open_namespaces() -> int:
     """Network namespaces held open by a descriptor of this process."""
     links = [Path(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
     return sum(os.readlink(link).startswith("net:") for link in links if link.is_symlink())
+
+
+def wait_until_carried(network: EmulatedNetwork, least_mbit: float) -> None:
+    """Wait until a network carries this much: a busy machine may send less for a while, a slower link always does."""
+    wait_until(lambda: network.measure(0.7) >= least_mbit)
 
 
 def sum_and_locate(context: RankContext, elements: int) -> tuple[float, int, int, str]:
@@ -103,9 +108,11 @@ def test_missing_pyroute2_names_the_extra(monkeypatch):
 def test_both_directions_hold_the_rate():
     before = machine_state()
     with EmulatedNetwork(3, Link(100.0)) as network:
-        goodput = network.measure(0.7)
+        started, sent = time.perf_counter(), network.wire_bytes_sent(0)
+        wait_until_carried(network, least_mbit=85.0)
+        sent = network.wire_bytes_sent(0) - sent
+        assert 8 * sent <= 100e6 * (time.perf_counter() - started + network_module._BURST_SECONDS)
         assert machine_state() == before, "the machine's own namespace must not change"
-    assert 85.0 <= goodput <= 100.0
 
 
 @needs_namespaces
@@ -188,7 +195,7 @@ def test_too_many_ranks_are_refused():
 @needs_namespaces
 def test_unlimited_link_is_faster_than_a_gigabit():
     with EmulatedNetwork(2, Link(None)) as network:
-        assert network.measure(0.3) > 1000.0
+        wait_until_carried(network, least_mbit=1000.0)
         assert network.wire_bytes_sent(0) > 0
 
 

@@ -52,7 +52,7 @@ kernels: install ## compile the kernels for this processor, once, on all cores
 	$(BIN)/python tools/compile_kernels.py
 
 # Without rewritten assertions, which take a worker 10 s to load; what fails runs again with them, for its values.
-test: lint kernels ## lint, types, and each behaviour once, in about 6 minutes on 2 slow cores
+test: lint kernels ## lint, types, and each behaviour once, in 3 to 6 minutes on 2 cores
 	THINWIRE_EXAMPLES=25 $(PYTEST) --assert=plain $(QUICK)
 
 PARTS := test test-slow test-integrations docs dist test-kernels test-jit-off test-torches

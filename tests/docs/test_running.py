@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from compiled import own_cache
 from documents import ROOT, Block, Command, blocks, commands
 from thinwire.plan import Measurement, best_plan
 
@@ -87,7 +88,7 @@ def finish(words: list[str], folder: Path, seconds: float) -> str:
     for name in ("examples", "docs", "benchmarks"):
         (folder / name).symlink_to(ROOT / name)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    environment |= {"XDG_CACHE_HOME": str(folder / "cache"), "THINWIRE_HOLDER": str(folder / "holder.sock")}
+    environment |= {"XDG_CACHE_HOME": own_cache(folder), "THINWIRE_HOLDER": str(folder / "holder.sock")}
     done = subprocess.run(
         words, cwd=folder, env=environment, timeout=seconds, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )

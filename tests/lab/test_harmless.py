@@ -14,10 +14,10 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 import thinwire
+from compiled import own_cache
 from holders import SECRET, running_holders
 from thinwire.checkpoint import Checkpointer, MemoryReader, MemoryWriter
 from thinwire.checkpoint.holder.client import HolderClient
-from thinwire.kernels.jit import code_directory
 from thinwire.lab.analyze.run import run_script
 from thinwire.lab.analyze.steps import measure_script
 from thinwire.lab.analyze.trials import run_on_ranks, try_script
@@ -168,10 +168,7 @@ def real_run(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest
     """A run of 12 steps that keeps checkpoints in the ways that the test names; yields the holder's socket."""
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
-    if kernels := code_directory():  # compiled once a machine, and speeds are not kept there
-        (tmp_path / "cache" / "thinwire").mkdir(parents=True)
-        (tmp_path / "cache" / "thinwire" / "kernels").symlink_to(kernels.parent)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_CACHE_HOME", own_cache(tmp_path))
     monkeypatch.setenv("THINWIRE_SECRET", SECRET)
     Path("train.py").write_text(textwrap.dedent(TRAIN))
     Path("kinds").write_text(request.param)

@@ -170,7 +170,7 @@ def of_rows(context: RankContext, codec: Any) -> tuple[int, int, list[str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("codec", [None, pytest.param(compress.top_k(0.1), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("codec", ["native", compress.top_k(0.1)])
 def test_tables_travel_as_the_rows_that_are_apart(codec: Any) -> None:
     whole = ROWS * WIDTH * 4
     for outcome in run_ranks(of_rows, codec, world_size=2):

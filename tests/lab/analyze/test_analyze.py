@@ -234,7 +234,8 @@ def test_an_interrupt_ends_the_ranks_and_is_one_line(tmp_path: Path) -> None:
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
         try:
             assert process.stderr is not None
-            assert process.stderr.readline().startswith("Recording")
+            while not (said := process.stderr.readline()).startswith("Recording"):
+                assert said, "first it says what cannot be kept from a script"
             while not (tmp_path / "train.py.runs").exists():
                 assert process.poll() is None
                 time.sleep(0.05)

@@ -260,14 +260,14 @@ def test_page_without_sparse_tables(tmp_path: Path) -> None:
     [
         (["nothing.py"], "there is no script nothing.py"),
         (["--example", "gpt"], "unknown example 'gpt'"),
-        (["train.py", "--example", "lstm-lm"], "not both"),
-        (["train.py", "--ranks", "1"], "--ranks"),
-        (["train.py", "--steps", "0"], "--steps"),
+        (["--example", "lstm-lm", "train.py"], "not both"),
+        (["--ranks", "1", "train.py"], "--ranks"),
+        (["--steps", "0", "train.py"], "--steps"),
         (["--link", "fast"], "unknown link 'fast'"),
         (["--link", "none"], "give --link such as"),
         (["--latency", "50"], "unknown latency '50'"),
         (["--latency", "0us"], "unknown latency '0us'"),
-        (["train.py", "--report", "/nowhere/at/all.html"], "not a directory"),
+        (["--report", "/nowhere/at/all.html", "train.py"], "not a directory"),
     ],
 )
 def test_bad_input_is_said_with_status_2(arguments: list[str], message: str) -> None:

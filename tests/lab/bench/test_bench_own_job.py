@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from compiled import own_cache
 from thinwire.lab.cli.main import app
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
@@ -68,7 +69,7 @@ JOB = """
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "own.py").write_text(textwrap.dedent(JOB))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_CACHE_HOME", own_cache(tmp_path))
     return tmp_path
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from compiled import own_cache
 from namespaces import needs_namespaces
 from thinwire.comm.process_group import ring_all_reduce_bytes
 from thinwire.lab.cli.main import app
@@ -47,7 +48,7 @@ def test_a_table_is_most_of_stock_ddp_and_one_line_is_the_advice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_CACHE_HOME", own_cache(tmp_path))
     Path("train.py").write_text(textwrap.dedent(SCRIPT))
     arguments = ["--link", "20mbit", "--ranks", "2", "--steps", "2", "--compress", "bf16", "--json", "out.json"]
     result = CliRunner().invoke(app, ["doctor", *arguments, "train.py"])
@@ -91,7 +92,7 @@ def test_under_autocast_lossless_sums_are_the_advice(
     tried: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_CACHE_HOME", own_cache(tmp_path))
     Path("train.py").write_text(textwrap.dedent(AUTOCAST))
     arguments = ["--link", "10mbit", "--ranks", "2", "--steps", "2", "--compress", "none", "--json", "out.json"]
     result = CliRunner().invoke(app, ["doctor", *arguments, *([] if tried else ["--no-confirm"]), "train.py"])
@@ -113,7 +114,7 @@ def test_under_autocast_lossless_sums_are_the_advice(
 @pytest.mark.timeout(180)
 def test_on_a_loopback_lossless_sums_are_no_advice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_CACHE_HOME", own_cache(tmp_path))
     Path("train.py").write_text(textwrap.dedent(AUTOCAST))
     arguments = ["--ranks", "2", "--steps", "2", "--compress", "none", "--dense", "lossless", "--json", "out.json"]
     result = CliRunner().invoke(app, ["doctor", *arguments, "train.py"])

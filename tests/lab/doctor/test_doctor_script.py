@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from compiled import own_cache
 from thinwire.lab.analyze.failure import ScriptFailed
 from thinwire.lab.analyze.steps import measure_script
 from thinwire.lab.analyze.trials import run_on_ranks, try_script
@@ -117,7 +118,7 @@ HELPER = """
 @pytest.fixture(autouse=True)
 def own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_CACHE_HOME", own_cache(tmp_path))
 
 
 def written(text: str, name: str = "train.py") -> Path:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from compiled import own_cache
 from thinwire.compress.base import Parameter
 from thinwire.lab.cli.main import app
 from thinwire.lab.planning.measurement import Measurement
@@ -59,7 +60,7 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "toy.py").write_text(textwrap.dedent(FACTORY))
     (tmp_path / "train.py").write_text(textwrap.dedent(SCRIPT))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_CACHE_HOME", own_cache(tmp_path))
     return tmp_path
 
 

@@ -125,7 +125,7 @@ def test_what_other_hosts_can_bring_back_is_not_overwritten_unasked(sockets: lis
         refused, _, _ = start([c, b], 3, restore, replicas=1)
         assert refused.startswith("ValueError: no checkpoint of run 'run' can be restored: step 8")
         for said in (
-            "nobody has shard 0 of it",
+            "nobody has a copy of shard 0",
             f"Asked outside of it: {gone} did not answer (",
             "restore(fresh=True)",
         ):

@@ -58,7 +58,7 @@ def test_a_table_is_most_of_stock_ddp_and_one_line_is_the_advice(
     assert "line 16 of train.py, `tagger = DDP(Words())`" in data["advice"]["where"]
     assert "words.weight: 1.3 MB" in result.output
     assert data["measurement"]["hosts"] == 2
-    assert 10 < data["link_mbit"] <= 20
+    assert 10 < data["link_mbit"] <= 20 * 1.02  # its bucket has 32 KiB to begin with, which is 1.3 % of a second
     tried = {row["name"]: row for row in data["confirmed"]}
     assert {STOCK, ROWS} <= set(tried)
     wire = ring_all_reduce_bytes(20_000 * 16 * 4, 2) * 8e-6 / 20

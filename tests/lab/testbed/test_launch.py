@@ -94,7 +94,9 @@ def launch_and_wait(network=None) -> None:
 def start_launcher(call: str, directory: str) -> tuple[subprocess.Popen, set[int]]:
     """A launcher process, and the processes that it has started."""
     paths = [directory, str(Path(__file__).parents[2] / "common")]
-    code = f"import sys; sys.path[:0] = {paths!r}; {call}"
+    # What a shell starts in the background ignores interrupts, tests included.
+    heeding = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    code = f"import sys; sys.path[:0] = {paths!r}; {heeding}; {call}"
     launcher = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert launcher.stdout is not None
     pids = {int(word) for _ in range(2) for word in launcher.stdout.readline().split()}

@@ -69,7 +69,7 @@ def run(arguments: list[str]) -> tuple[int, dict[str, str]]:
         try:
             command = [sys.executable, "-m", "pytest", *arguments]
             environment |= {"THINWIRE_FAILURES": str(file)}
-            status = subprocess.call(command, env=environment, preexec_fn=_die_with_parent)
+            status = _status(subprocess.Popen(command, env=environment, preexec_fn=_die_with_parent))
         finally:
             for command_line in end_orphans():
                 print(f"left running, and killed: {command_line}", flush=True)
@@ -105,6 +105,20 @@ def _die_with_parent() -> None:
     """Have pytest end with this process in any way; its workers and ranks end with it."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _status(process: subprocess.Popen[bytes]) -> int:
+    """Wait for a process, and for each orphan that ends before it, as init does: a test may wait until one is gone."""
+    try:
+        while True:
+            ended, status = os.waitpid(-1, 0)
+            if ended == process.pid:
+                process.returncode = os.waitstatus_to_exitcode(status)
+                return process.returncode
+    except BaseException:  # Ctrl-C, or the end of this process by SIGTERM
+        process.kill()
+        process.wait()
+        raise
 
 
 def end_orphans() -> list[str]:

@@ -80,3 +80,22 @@ def test_what_a_killed_run_leaves_is_removed_by_the_next(tmp_path: Path) -> None
     finally:
         for process in killed:
             os.kill(process, signal.SIGKILL)
+
+
+ORPHANS = """
+import os, subprocess, sys, time
+
+def test() -> None:
+    orphan = "import os, subprocess; print(subprocess.Popen(['sleep', '1']).pid)"
+    pid = int(subprocess.run([sys.executable, "-c", orphan], capture_output=True, check=True).stdout)
+    while os.path.exists(f"/proc/{pid}"):
+        time.sleep(0.01)
+"""
+
+
+@pytest.mark.slow
+def test_an_orphan_that_has_ended_is_gone_for_tests(tmp_path: Path) -> None:
+    (tmp_path / "test_orphans.py").write_text(ORPHANS)
+    command = [sys.executable, str(SUITE), "-q", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(tmp_path)]
+    suite = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    assert suite.returncode == 0, suite.stdout

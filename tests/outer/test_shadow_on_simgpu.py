@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -53,3 +54,37 @@ def test_no_race() -> None:
         races, rounds = outcome.value
         assert races == []
         assert rounds >= 9
+
+
+def of_anchors_that_were_just_stepped(context: RankContext) -> list[str]:
+    """Evaluate on the anchors after a round has stepped them and before it has left its correction."""
+    pace.LEAST_PATIENCE, pace.SHARE = 0.02, 1.0
+    with simulated() as world:
+        torch.manual_seed(0)
+        model = nn.Linear(8, 5).to("cuda")
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        sync: Any = thinwire.outer.attach(model, optimizer, thinwire.outer.shadow_sync("bmuf"))
+        stepped, read = threading.Event(), threading.Event()
+        correct = sync._rounds._correct
+
+        def correct_later(is_refused: bool) -> None:
+            stepped.set()
+            read.wait(60)
+            correct(is_refused)
+
+        sync._rounds._correct = correct_later
+        while not stepped.is_set():
+            optimizer.zero_grad()
+            model(torch.ones(4, 8, device="cuda") * context.rank).square().mean().backward()
+            optimizer.step()
+        with sync.global_parameters():
+            read.set()
+            model(torch.ones(4, 8, device="cuda"))
+        sync.synchronize()
+        sync.detach()
+        torch.cuda.synchronize()
+        return list(world.races)
+
+
+def test_anchors_are_read_behind_the_step_of_a_round_that_goes_on() -> None:
+    assert [outcome.value for outcome in run_ranks(of_anchors_that_were_just_stepped, world_size=2)] == [[], []]

@@ -261,6 +261,7 @@ class ShadowRounds(Rounds):
                 self.anchors.step(0, {name: self._difference[name] for name in self._names})
                 for name, anchor in self.anchors.buffers.items():
                     anchor.sub_(self._difference[name])
+                self._landed = self._staging.hand_over(()).event  # `swapped` may read the anchors before the correction
                 self.landed += 1
         if takes_part and (is_refused or report.total):
             self._correct(is_refused)

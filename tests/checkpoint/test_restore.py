@@ -572,7 +572,11 @@ def test_no_process_aborts_at_its_end(ending: str, socket: str, tmp_path: Path) 
             subprocess.Popen([*command, str(rank), ending, str(tmp_path)], stdout=subprocess.PIPE, text=True)
             for rank in (0, 1)
         ]
-        said = [process.communicate(timeout=60)[0] for process in processes]
+        try:
+            said = [process.communicate()[0] for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
         expected = {"raise": 1, "exit": 3}.get(ending, 0)
         assert [process.returncode for process in processes] == [0, expected]
         assert said == ["ended\n", "ended\n" if expected == 0 else ""]

@@ -211,7 +211,7 @@ class ThinwireGroup(dist.ProcessGroup):
             begin = partial(_sparse_sum, tensor, self.settings.rows, scale, count)
             return self._submit("all_reduce_sparse", tensor, count, begin, is_whole=True)
         begin = None
-        if self._may_code("all_reduce", tensor) and (scale := self._scale(tensor, arguments, keywords)) is not None:
+        if self._may_sum("all_reduce", tensor) and (scale := self._scale(tensor, arguments, keywords)) is not None:
             about = f"{tensor.numel()} values times {scale}"
             begin = partial(_coded, "all_reduce", about, _values(tensor), partial(lossless.begin, scale=scale))
         forward = partial(self._plain.allreduce, tensors, *arguments, **keywords)
@@ -219,7 +219,7 @@ class ThinwireGroup(dist.ProcessGroup):
 
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, *arguments: Any, **keywords: Any) -> dist.Work:
         """Sum [n * k] over all ranks; ``output`` [k] gets the part of this rank."""
-        begin, is_large = None, self._may_code("reduce_scatter", tensor) and _are_parts(output, tensor, self.size())
+        begin, is_large = None, self._may_sum("reduce_scatter", tensor) and _are_parts(output, tensor, self.size())
         if is_large and (scale := self._scale(tensor, arguments, keywords)) is not None:
             about, add = f"{tensor.numel()} values times {scale}", partial(_add_parts, _values(tensor), scale)
             begin = partial(_coded, "reduce_scatter", about, _values(output), add)
@@ -314,6 +314,12 @@ class ThinwireGroup(dist.ProcessGroup):
             return False
         is_plain = tensor.layout == torch.strided and tensor.device.type == "cpu"
         return is_plain and tensor.nbytes >= max(1, self.settings.least_bytes)
+
+    def _may_sum(self, name: str, tensor: Tensor) -> bool:
+        """As `_may_code`; under deterministic algorithms no clock decides in which order a sum is added."""
+        return self._may_code(name, tensor) and not (
+            self.settings.dense == AUTO and torch.are_deterministic_algorithms_enabled()
+        )
 
     def _has_message(self, tensor: Tensor) -> bool:
         """Whether a tensor travels in a message of ours: what both ranks know without asking each other."""

@@ -668,10 +668,14 @@ def _per_step(attachment: Attachment, step: Callable[[int], Tensor]) -> None:
     """Two optimizers step after three backward passes, as with cached gradients; then once after one."""
     model = attachment.synchronizer._model
     weights, biases = (torch.optim.SGD([p for p in model.parameters() if p.dim() == dim]) for dim in (2, 1))
+    another = torch.optim.SGD(torch.nn.Linear(2, 2).parameters())  # as of the other network of a pair
     before = attachment.stats()
     for passes in (3, 1):
         for number in range(passes):
             step(number)
+            for parameter in another.param_groups[0]["params"]:
+                parameter.grad = torch.ones_like(parameter)
+            another.step()
         assert passes == 1 or attachment.per_step() == {}, "no optimizer has stepped"
         weights.step()
         biases.step()

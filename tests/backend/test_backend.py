@@ -221,6 +221,27 @@ def test_auto_keeps_what_makes_steps_shorter(coded: float, hosts: int, reason: s
     assert any(coded_calls[-10:]) == (why[0] == "l")
 
 
+def _decided_under_deterministic_algorithms(context: RankContext) -> list[str]:
+    os.environ["THINWIRE_HOST"] = str(context.rank)
+    begin(context, backend.Options(least_bytes=1000))
+    group = dist.group.WORLD
+    assert isinstance(group, backend.ThinwireGroup)
+    assert group._choice is not None
+    group._choice.codes = True  # as measured seconds may decide
+    decided = []
+    for is_deterministic in (True, False):
+        torch.use_deterministic_algorithms(is_deterministic)
+        dist.all_reduce(torch.ones(3000))
+        dist.all_gather_into_tensor(torch.empty(6000), torch.ones(3000))
+        decided += [backend.stats()[name]["decision"] for name in ("all_reduce", "all_gather")]
+    return decided
+
+
+def test_under_deterministic_algorithms_no_clock_decides_in_which_order_is_added() -> None:
+    found = run_ranks(_decided_under_deterministic_algorithms, world_size=2, init_process_group=False)
+    assert [outcome.value for outcome in found] == [["native", "lossless", "lossless", "lossless"]] * 2
+
+
 def _messages(context: RankContext) -> tuple[list[Tensor], dict[str, Any]]:
     """What rank 1 receives of rank 0: in order and not, by tags, of anybody, larger and smaller than what is coded."""
     begin(context, backend.Options(dense="lossless", least_bytes=1000))

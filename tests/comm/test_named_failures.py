@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
+from thinwire.comm import lane
 from thinwire.errors import LostPeerError
 from thinwire.lab.testbed import launch
 from thinwire.lab.testbed.launch import RankContext, run_ranks
@@ -123,6 +124,9 @@ def _dies(context: RankContext, kind: str, how: str, victim: int, directory: str
     try:
         if kind == "attach" and context.rank == victim:
             _ends(how)
+        if kind == "second group" and context.rank == victim:
+            take, calls = lane._take_group, iter((True, False))
+            lane._take_group = lambda *known: take(*known) if next(calls) else _ends(how)
         thinwire.attach(model, "zen" if tables else "auto", timeout=limit)
         for step in range(3):
             began = time.monotonic()
@@ -145,6 +149,7 @@ def _dies(context: RankContext, kind: str, how: str, victim: int, directory: str
     ("kind", "how", "victim"),
     [
         pytest.param("attach", "killed", 1, marks=pytest.mark.slow),
+        ("second group", "killed", 1),
         ("tables", "killed", 2),
         pytest.param("ddp", "killed", 0, marks=pytest.mark.slow),
         ("ddp", "frozen", 2),

@@ -288,6 +288,34 @@ def test_grad_scaler_skips_the_same_step_on_all_ranks() -> None:
     run_ranks(_scaled, world_size=2, timeout_seconds=120)
 
 
+def _overflows_in_a_table(context: RankContext) -> None:
+    scaler, factor = torch.amp.GradScaler("cpu", init_scale=1024.0), [1.0]
+    model = nn.Sequential(nn.Embedding(5000, 16, sparse=True), nn.Linear(16, 128))
+
+    def scale_gradients(module: nn.Module, ids: object, rows: Tensor) -> None:
+        rows.register_hook(lambda gradient: gradient * factor[0])
+
+    model[0].register_forward_hook(scale_gradients)
+    ddp = DistributedDataParallel(model)
+    sync = thinwire.attach(ddp, dense=thinwire.compress.top_k(0.1), grad_scaler=scaler)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    errors = []
+    for factor[0] in (1.0, float("inf"), 1.0):
+        optimizer.zero_grad()
+        scaler.scale(ddp(torch.arange(50) + context.rank).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        errors.append(sync.state_dict()["compress"]["states"]["1.weight"]["error"].clone())
+    assert scaler.get_scale() == 512.0
+    assert torch.equal(errors[0], errors[1]), "what was sent for the skipped step comes again"
+    assert not torch.equal(errors[1], errors[2])
+    sync.detach()
+
+
+def test_a_step_that_is_skipped_for_a_table_leaves_memories_as_they_were() -> None:
+    run_ranks(_overflows_in_a_table, world_size=2, timeout_seconds=120)
+
+
 # --- tables that a pattern takes from rows=
 
 

@@ -78,6 +78,7 @@ class Job:
         others = [gradient for name, gradient in gradients.items() if name not in self.sync.plans]
         self.sync.synchronize(self.lane, named, others)
         self.sync.finish_step()
+        self.sync.memories.commit()
         for record in self.records.values():
             record.finish_step()
         return gradients
@@ -268,6 +269,29 @@ def test_a_step_that_overflowed_leaves_all_memories_as_they_were() -> None:
         assert not same(before, job.sync.memories.state_dict()["states"])
         job.sync.finish_step()
         assert same(before, job.sync.memories.state_dict()["states"])
+
+    run_ranks_without_result(2, run)
+
+
+def test_a_step_that_is_skipped_for_another_gradient_leaves_all_memories_as_they_were() -> None:
+    """All that was compressed was finite, in two passes; a table was not, and the scaler lowers its scale."""
+
+    def run(network: LoopbackExchange) -> None:
+        scaler = Scaler()
+        job = Job(network, compress.top_k(0.1), scaler=scaler)
+        job.step(job.gradients(0, 1024.0))
+        before = copied(job.sync.memories.state_dict()["states"])
+        for number in (1, 2):
+            gradients = job.gradients(number, 1024.0)
+            job.sync.synchronize(job.lane, [(name, gradients[name]) for name in ("a.weight", "b.weight")], [])
+            job.sync.finish_step()
+        assert not same(before, job.sync.memories.state_dict()["states"])
+        scaler.scale = 512.0
+        assert same(before, job.sync.memories.state_dict()["states"])
+        job.step(job.gradients(3, 512.0))
+        after = copied(job.sync.memories.state_dict()["states"])
+        scaler.scale = 256.0  # by hand: the optimizer has made the step
+        assert same(after, job.sync.memories.state_dict()["states"])
 
     run_ranks_without_result(2, run)
 

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import cast
 
@@ -200,3 +201,21 @@ def test_floats_go_through_the_host_where_triton_does_not_run(monkeypatch: pytes
     assert decode(message, out) is True
     assert torch.equal(out, values)
     assert decode(message[:-1], out) is False
+
+
+@pytest.mark.parametrize("name", [name for name, kernel in dispatch.KERNELS.items() if not kernel.equal_bits])
+def test_twins_of_other_bits_do_not_take_turns_under_deterministic_algorithms(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """When a kernel is compiled depends on the clock."""
+    kernel, called = dispatch.KERNELS[name], []
+    monkeypatch.setattr(dispatch, "is_compiled", lambda name: True)
+    monkeypatch.setattr(dispatch, "has_numba", lambda: True)
+    monkeypatch.setattr(dispatch.Kernel, "on_cpu", lambda self: lambda *args: called.append(self.name))
+    monkeypatch.setattr(dispatch, "_forced", "auto")
+    call, sample = dispatch._dispatched(kernel.reference, replace(kernel, from_size=0)), next(kernel.samples())
+    sample.call(call)
+    assert called == [name]
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    sample.call(call)
+    assert called == [name]

@@ -95,6 +95,18 @@ def test_a_file_that_is_broken_or_of_other_types_is_compiled_again(
         assert integers.read_bytes() != bad
 
 
+def test_old_machine_code_is_not_run_by_sources_that_have_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The modules of kernels are imported at their first call, when the package may have been updated in place."""
+    assert process(tmp_path)(21) == 42
+    monkeypatch.setattr(jit, "SOURCES", "those at the start")
+    monkeypatch.setattr(jit, "_is_current", jit._is_current.__wrapped__)
+    later = process(tmp_path)
+    assert later(21) == 42
+    assert not later.stats.cache_hits
+
+
 @pytest.mark.parametrize("trouble", ["full disk", "sources changed"])
 def test_what_cannot_be_kept_is_still_called(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, trouble: str

@@ -14,6 +14,7 @@ from references import float_codes
 from thinwire import kernels
 from thinwire.errors import CorruptMessageError, MissingPackageError
 from thinwire.kernels import dispatch
+from thinwire.rows import floats
 from thinwire.rows.floats import CHUNK_VALUES, bits_per_value, decode, encode
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -237,3 +238,16 @@ def test_a_code_that_comes_before_kernels_are_compiled_is_waited_for(monkeypatch
     assert encode(values).numel() == values.nbytes
     decode(coded, out)
     assert torch.equal(out, values)
+
+
+def test_nothing_is_coded_before_it_can_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are compiled one after the other: a rank that can code would be taken for one that can read codes."""
+    values = torch.randn(5000).bfloat16().float()
+    coded, out, ready = encode(values), torch.empty_like(values), []
+    monkeypatch.setattr(dispatch, "is_compiled", lambda name: name == "encode_floats" or bool(ready))
+    monkeypatch.setattr(kernels, "warm_up", lambda: ready.append(True))
+    assert encode(values).numel() == values.nbytes
+    assert not floats.is_compiled()
+    decode(coded, out)
+    assert torch.equal(out, values)
+    assert ready

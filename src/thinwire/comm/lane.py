@@ -431,7 +431,10 @@ class Lane:
         if self._native is None:
             parent = self._parent()
             assert parent is not None, "the process group of this lane was destroyed"
-            self._native = _take_group(parent, self._timeout, self.notes)
+            try:
+                self._native = _take_group(parent, self._timeout, self.notes)
+            except LostPeerError as error:
+                raise _told(self.notes, error, self._timeout) from error
         return self._native.process_group
 
     def submit(

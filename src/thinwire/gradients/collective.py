@@ -115,7 +115,7 @@ class CollectiveTables:
             if is_of_a_peer(error):  # which one, the connections of the lane show
                 raise self._lane.lost_to(error.__cause__ or error) from error
             if ranks_told(error) < self.exchange.world_size:
-                self._lane.break_off(str(error))
+                self._lane.break_off(str(error), error)
             raise
         watch.stop()
         for one in started:

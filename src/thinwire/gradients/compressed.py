@@ -75,14 +75,23 @@ class Memories:
         plans: methods of the compressed parameters, by name.
         rank, world_size: rank and number of ranks of the synchronization.
         can_skip: whether a step can be skipped after gradients were averaged, which restores the states before it.
+        get_scale: returns the scale of the scaler that skips steps, if one does.
     """
 
-    def __init__(self, plans: Mapping[str, Planned], rank: int, world_size: int, can_skip: bool) -> None:
+    def __init__(
+        self,
+        plans: Mapping[str, Planned],
+        rank: int,
+        world_size: int,
+        can_skip: bool,
+        get_scale: Callable[[], float] | None = None,
+    ) -> None:
         self.dropped = False
         self.states: dict[str, State] = {}
         self.rank, self.world_size = rank, world_size
         self.plans = plans
         self._can_skip = can_skip
+        self._get_scale, self._scale = get_scale, 0.0
         self._before_step: dict[str, State] = {}
         self._flush_left = 0
         self._renew()
@@ -94,15 +103,33 @@ class Memories:
             self._before_step.setdefault(name, states.copied(state))
         return state
 
-    def finish_step(self, is_finite: bool) -> None:
-        """End a step; restore the memories before it if it is skipped because gradients were not finite."""
-        if not is_finite:
+    def finish_pass(self, is_kept: bool, is_over: bool = True) -> None:
+        """End a pass; restore the memories before the step unless it is kept.
+
+        Args:
+            is_over: whether the step ends too. Else the memories before it are there until `commit`.
+        """
+        if not is_kept:
             self.states.update(self._before_step)
-        self._before_step = {}
+        if is_over or not is_kept:
+            self._before_step = {}
         if self._flush_left > 0:
             self._flush_left -= 1
             if self._flush_left == 0:
                 self._renew()
+
+    def commit(self) -> None:
+        """Note that the optimizer makes the step: what was sent for it is used."""
+        self._before_step = {}
+
+    def settle(self) -> None:
+        """Restore the memories before a step that the scaler has skipped since: it has lowered its scale then."""
+        if self._get_scale is not None:
+            scale, before = self._get_scale(), self._scale
+            self._scale = scale
+            if scale < before:
+                self.states.update(self._before_step)
+                self._before_step = {}
 
     def drop(self) -> bool:
         """Compress nothing from the next step on; return whether memories are handed out to coming gradients.
@@ -128,6 +155,7 @@ class Memories:
 
     def state_dict(self) -> dict[str, Any]:
         """Return all memories by parameter name: the tensors themselves, as in other state dicts of torch."""
+        self.settle()
         return {
             "rank": self.rank,
             "world_size": self.world_size,
@@ -161,6 +189,7 @@ class Memories:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state that `check_state` has accepted."""
+        self._before_step = {}
         self.states = {name: states.copied(entry) for name, entry in state["states"].items()}
         self.dropped, self._flush_left = bool(state["dropped"]), int(state["flush_left"])
 
@@ -358,7 +387,8 @@ class CompressedSync:
         self.plans = dict(plans)
         self.paused = False
         can_skip = can_skip or self._scaler is not None
-        self.memories = Memories(self.plans, lane.rank, lane.world_size, can_skip)
+        get_scale = None if self._scaler is None else self._scaler.get_scale
+        self.memories = Memories(self.plans, lane.rank, lane.world_size, can_skip, get_scale)
         self.statistics, self._stopwatch = statistics, statistics.stopwatch
         self._staging = staging or Staging()
         self._is_finite = True
@@ -384,6 +414,7 @@ class CompressedSync:
             others: dense and contiguous gradients.
             coded: averages the others that travel losslessly coded, and returns the rest.
         """
+        self.memories.settle()
         traffic = lane.exchange.traffic
         before = traffic.sent_bytes
         there = [*(gradient for _, gradient in gradients), *others]
@@ -396,9 +427,12 @@ class CompressedSync:
         self.statistics.bytes_sent += traffic.sent_bytes - before
 
     def finish_step(self, is_kept: bool = True) -> None:
-        """End a step. If it is not kept, or a scaler skips it, memories are restored to those before it."""
+        """End a pass. If it is not kept, or was not finite, memories are restored to those before the step.
+
+        With a scaler a step ends when an optimizer makes it, see `Memories.commit`, or the scaler skips it.
+        """
         self.statistics.nonfinite_steps += not self._is_finite
-        self.memories.finish_step(self._is_finite and is_kept)
+        self.memories.finish_pass(self._is_finite and is_kept, is_over=self._scaler is None)
         self._is_finite = True
 
     def stats(self) -> dict[str, float]:

@@ -408,6 +408,8 @@ def _dispatched(reference: Callable[P, R], kernel: Kernel) -> Callable[P, R]:
                 return _on_gpu(kernel, runs, call)(*args, **kwargs)
         chosen = _forced or _environment_mode()
         is_small = chosen == "auto" and size(*args, **kwargs) < from_size
+        if not kernel.equal_bits and chosen == "auto" and torch.are_deterministic_algorithms_enabled():
+            is_small = True  # when a kernel is compiled depends on the clock
         if is_small or chosen == "reference" or not knows(*args, **kwargs):
             return reference(*args, **kwargs)
         if has_numba() and not is_loaded:

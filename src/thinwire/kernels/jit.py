@@ -76,6 +76,7 @@ class MachineCode:
 
     def __init__(self, name: str, directory: Path) -> None:
         self.cache_path, self._name = str(directory), name
+        self._is_current = _is_current(name.rpartition(".")[0])
 
     def load_overload(self, signature: Any, target_context: Any) -> Any:
         """Return what was compiled for a signature, or None: also for a file that a crash left behind, broken."""
@@ -83,6 +84,8 @@ class MachineCode:
         from numba.core.compiler import CompileResult
 
         target_context.refresh()
+        if not self._is_current:
+            return None
         try:
             result, code = loads(self._path(signature).read_bytes())
             return CompileResult._rebuild(target_context, *code) if result == signature else None
@@ -218,6 +221,13 @@ def hash_sources(folder: Path = _FOLDER) -> str:
 
 SOURCES = hash_sources()
 """Hash of the sources that this process imports; taken before the kernels are imported."""
+
+
+@cache
+def _is_current(module: str) -> bool:
+    """Return whether the sources are still those of `SOURCES` when a module is imported; else it may be a newer one."""
+    del module
+    return hash_sources() == SOURCES
 
 
 def _hash_target() -> str:

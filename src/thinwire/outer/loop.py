@@ -24,6 +24,7 @@ from thinwire.compress.assign import NATIVE, Dense
 from thinwire.errors import ThinwireError
 from thinwire.gradients.module import is_sharded, local_of, module_of, synchronized_buffers, synchronized_parameters
 from thinwire.gradients.parameters import share_first
+from thinwire.gradients.passes import is_skipped
 from thinwire.gradients.steps.describe import configuration
 from thinwire.gradients.steps.state import Gathered
 from thinwire.gradients.synchronizer import Attached
@@ -350,8 +351,7 @@ class StepHook:
 
     @never_compiled
     def _after(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-        found_inf = getattr(optimizer, "found_inf", None)  # of a GradScaler whose optimizer skips by itself
-        if self._is_empty or (found_inf is not None and float(found_inf)):
+        if self._is_empty or is_skipped(optimizer):
             return
         refusals = self.rounds.refusals
         with torch.no_grad():

@@ -13,6 +13,7 @@ from thinwire.comm.agree import gather_bytes
 from thinwire.comm.channel import Subject
 from thinwire.comm.lane import Lane
 from thinwire.errors import CorruptMessageError, MismatchError
+from thinwire.gradients.tables import sparse_tables_of
 from thinwire.reproducible.digests import of_tensors
 from thinwire.reproducible.exact import ExactSum
 from thinwire.reproducible.owned import ExactMean
@@ -38,11 +39,7 @@ class Gradients:
         if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
             raise ValueError("the model has a DistributedDataParallel, which sums gradients itself: pass its module")
         self._model, self._count = model, count
-        self._tables = {
-            id(module.weight)
-            for module in model.modules()
-            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
-        }
+        self._tables = {id(weight) for weight in sparse_tables_of(model)}
         self._norms = [(name, one) for name, one in model.named_modules() if hasattr(one, "track_running_stats")]
         for name, parameter in model.named_parameters():
             if hasattr(parameter, "device_mesh") or not parameter.is_floating_point():

@@ -32,7 +32,8 @@ def is_possible(imports: bool = True) -> bool:
 
 def is_compiled() -> bool:
     """Return whether codes are made by now; until then, values are their own codes."""
-    return is_possible() and (dispatch.mode() == "numba" or dispatch.is_compiled("encode_floats"))
+    both = "encode_floats", "decode_floats"
+    return is_possible() and (dispatch.mode() == "numba" or all(map(dispatch.is_compiled, both)))
 
 
 def require(what: str) -> None:
@@ -71,7 +72,7 @@ def encode(values: Tensor) -> Tensor:
         (True, True)
     """
     _check(values)
-    if values.nbytes < RAW_BYTES:
+    if values.nbytes < RAW_BYTES or not (values.is_cuda or is_compiled()):
         return values.detach().reshape(-1).view(torch.uint8)
     return kernels.encode_floats(values.detach())
 

@@ -38,7 +38,7 @@ from thinwire.gradients.compression import Methods, Planned, exact_of, planned
 from thinwire.gradients.lossless import Other
 from thinwire.gradients.module import is_sharded, local_of
 from thinwire.gradients.parameters import ParameterHooks, Trained
-from thinwire.gradients.tables import MIN_TABLE_BYTES, TableGradient, tables_of
+from thinwire.gradients.tables import MIN_TABLE_BYTES, TableGradient, sparse_tables_of, tables_of
 
 logger = logging.getLogger("thinwire")
 
@@ -173,7 +173,7 @@ class Sharding:
             internals.to_sharded(group)  # after an evaluation, or a failed pass, modules may have whole parameters
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         tables = {id(weight) for weight in tables_of(model)}
-        sparse = {id(entry.weight) for entry in model.modules() if getattr(entry, "sparse", False) is True}
+        sparse = {id(weight) for weight in sparse_tables_of(model)}
         meshes: dict[Any, list[ParameterGroup]] = {}
         for group in groups:
             shards = []

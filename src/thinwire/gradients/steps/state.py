@@ -93,12 +93,13 @@ class Gathered:
         mark = self._gather("mark of a checkpoint", secrets.randbits(48))[0]
         path, error = Path(folder) / file_name(self._lane.rank, self._number), ""
         unfinished = path.with_suffix(".part")
-        content = {"rank": self._lane.rank, "world_size": self._lane.world_size, "mark": mark, "state": self._save()}
         try:
+            state = self._save()
+            content = {"rank": self._lane.rank, "world_size": self._lane.world_size, "mark": mark, "state": state}
             path.parent.mkdir(parents=True, exist_ok=True)
             torch.save(content, unfinished)
             unfinished.replace(path)
-        except (OSError, RuntimeError) as failure:  # torch raises the latter on a full disk
+        except Exception as failure:  # torch raises RuntimeError on a full disk; others wait for this rank's word
             error = f"cannot write {path}: {failure}"
             with suppress(OSError):
                 unfinished.unlink(missing_ok=True)
@@ -164,8 +165,8 @@ class Gathered:
         before, error = copy.deepcopy(self._save()), ""
         try:
             load()
-        except (ValueError, KeyError, TypeError) as refused:
-            error = str(refused)
+        except Exception as refused:  # whatever a state of another version raises: others wait for this rank's word
+            error = str(refused) or type(refused).__name__
         try:
             self._raise_first("restoring states", error, ValueError)
         except ValueError:

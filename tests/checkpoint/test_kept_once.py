@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from holders import SECRET, running_holders
-from thinwire.checkpoint import Checkpointer, CheckpointPolicy, Storage
+from thinwire.checkpoint import Checkpointer, CheckpointPolicy, Disk, Storage
 from thinwire.checkpoint.holder.client import HolderClient
 from thinwire.checkpoint.holder.start import stop_holder
 from thinwire.lab.testbed.launch import RankContext, run_ranks
@@ -33,7 +33,7 @@ def sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[st
 
 
 def train(
-    context: RankContext, sockets: list[str], steps: int, until: int, sharding: str
+    context: RankContext, sockets: list[str], steps: int, until: int, sharding: str, on_disk: bool = False
 ) -> tuple[int | None, list[float], float]:
     """Train to a step; what was restored, the parameters and moments of this rank at the end, and its state's bytes."""
     os.environ.pop("LOCAL_WORLD_SIZE", None)
@@ -43,7 +43,9 @@ def train(
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "parts"))
         fully_shard(model, mesh=mesh)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    storage, policy = Storage("run", holder_socket=sockets[context.rank]), CheckpointPolicy(max_overhead=None)
+    disk = Disk(Path(sockets[0]).parent / "disk", every="1d") if on_disk else None
+    storage = Storage("run", disk=disk, holder_socket=sockets[context.rank])
+    policy = CheckpointPolicy(max_overhead=None)
     with Checkpointer(model, optimizer, storage=storage, policy=policy) as checkpointer:
         restored = checkpointer.restore()
         for step in range(restored or 0, until):
@@ -58,7 +60,10 @@ def train(
         size = checkpointer.stats()["checkpoint/bytes"]
         assert checkpointer.stats()["checkpoint/certified_step"] >= min(until - 2, 2)
         assert checkpointer.stats()["checkpoint/at_risk_steps"] <= 1
-        assert checkpointer._governor.sends_little, "so the default makes a version of every step but one in a hundred"
+        if on_disk:
+            checkpointer.persist_now()  # which compares ranks that should be alike
+        else:  # so the default makes a version of every step but one in a hundred
+            assert checkpointer._governor.sends_little
     local = [getattr(each, "_local_tensor", each).detach() for each in model.parameters()]
     moments = [getattr(each["exp_avg"], "_local_tensor", each["exp_avg"]) for each in optimizer.state.values()]
     return restored, torch.cat([each.flatten() for each in (*local, *moments)]).tolist(), size
@@ -95,3 +100,15 @@ def test_a_state_is_kept_once_on_a_host_and_a_lost_one_is_filled_again(sockets: 
         client.forget("run")
     undisturbed = start([a, a, c, c], 8, sharding)
     assert [values for _, values, _ in third] == [values for _, values, _ in undisturbed]
+
+
+@pytest.mark.slow
+def test_ranks_with_other_parts_are_not_compared_on_a_disk(sockets: list[str], tmp_path: Path) -> None:
+    """Parts of a sharded model differ, in memory and on a disk; copies of a part are the same."""
+    hosts = [sockets[0]] * 2 + [sockets[1]] * 2
+    for until, restored in ((4, None), (5, 4)):
+        outcomes = run_ranks(train, hosts, 0, until, "hybrid", True, world_size=4, timeout_seconds=100)
+        assert [outcome.value[0] for outcome in outcomes] == [restored] * 4
+        for socket in sockets[:2]:  # the disk has it alone
+            with HolderClient.connect(socket, SECRET.encode()) as client:
+                client.forget("run")

@@ -217,6 +217,8 @@ def test_a_known_run_that_nobody_has_does_not_start_anew_in_silence(
     options = {"replicas": 1, "disk": Disk(tmp_path / "disk", every="1d")}
     assert start(sockets[:1], 6, **options)[:2] == (None, ""), "the first start of a run is none"
     restart(sockets[0])
+    rarely, _, _ = start(sockets[:1], 1, every=10, **options)
+    assert "it had reached step " in rarely, "however often versions are made from now on"
     refused, _, _ = start(sockets[:1], 1, **options)
     for said in ("it had reached step ", f"none in {tmp_path}/disk: is it mounted?", "restore(fresh=True)"):
         assert said in refused
@@ -313,6 +315,31 @@ def keeper(socket: str, directory: Path, every: float | str = "1d") -> Checkpoin
 
 def on_disk(directory: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("step-")) for path in directory.glob("step-????????"))
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_checkpoint_that_was_about_to_be_replaced_when_the_job_was_killed_is_there(
+    socket: str, tmp_path: Path
+) -> None:
+    """Of a step that is trained once more: between two renames neither has its name."""
+    with keeper(socket, tmp_path / "disk") as checkpointer:
+        checkpointer.restore()
+        checkpointer.step()
+        checkpointer.persist_now()
+    (name,) = (tmp_path / "disk").glob("step-????????")
+    name.rename(name.with_name(name.name + ".replaced"))
+    with HolderClient.connect(socket, SECRET.encode()) as client:
+        client.forget("run")
+    with keeper(socket, tmp_path / "disk") as checkpointer:
+        assert checkpointer.restore() == 1
+    assert on_disk(tmp_path / "disk") == [1]
+
+
+def test_a_relative_socket_is_where_it_was_when_it_was_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    storage = Storage(holder_socket="h")
+    monkeypatch.chdir("/")
+    assert storage.holder_socket == tmp_path / "h"
 
 
 def step_until(checkpointer: Checkpointer, condition: Callable[[], Any]) -> None:

@@ -91,7 +91,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         self._policy, self._first, self._group = policy, 0, own.process_group
         self._rank = dist.get_rank(self._group)
         try:
-            settings = {name: getattr(policy, name) for name in ("every", "on_divergence", "compress")}
+            settings = {name: getattr(policy, name) for name in ("every", "max_age_steps", "on_divergence", "compress")}
             check_alike(settings | {"replicas": storage.replicas, "disk": disk and "a Disk"}, self._group)
             run_id, governor, training, state = on_all(self._group, check, ValueError)
             about = {"world_size": dist.get_world_size(self._group), "state": state}

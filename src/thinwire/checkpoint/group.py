@@ -82,7 +82,7 @@ def failures_of(reason: str, group: dist.ProcessGroup) -> str:
     return "; ".join(failed[:4])
 
 
-def odd_ranks(values: Sequence[Hashable], groups: Sequence[int] = ()) -> tuple[tuple[int, ...], str]:
+def odd_ranks(values: Sequence[Hashable], groups: Sequence[Any] = ()) -> tuple[tuple[int, ...], str]:
     """Return the ranks whose values differ from the majority's of their group, and a text that names them; empty for
     none. Without ``groups`` all ranks are one.
 

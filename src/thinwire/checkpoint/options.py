@@ -126,3 +126,7 @@ class Storage:
     domain: str | None = None
     process_group: Group = None
     timeout: timedelta | None = None
+
+    def __post_init__(self) -> None:
+        if self.holder_socket is not None:  # which means the same place wherever the script changes to later
+            object.__setattr__(self, "holder_socket", Path(self.holder_socket).absolute())

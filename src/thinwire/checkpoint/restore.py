@@ -97,7 +97,7 @@ class Restorer:
         self._attempt = -1
         self._compares = training.keeps_ranks_alike
         # digest of what ranks should have alike, newest certified step before, and their group
-        self._loaded: tuple[str, int, int] = ("", -1, 0)
+        self._loaded: tuple[str, int, int | str] = ("", -1, 0)
         self._known, self._remembers = KnownRun(), False
         self._origin, self._kept_at = -1, ""  # of the training: its fresh start, and the holders of what was restored
         self._origins: dict[str, int] = {}  # of the training that each host remembers, by its holder
@@ -384,7 +384,7 @@ class Restorer:
         layout = load_shard(registration.client, choice, self._rank, registration.here, self._training)
         self._note(own.shared, layout, own.group)
 
-    def _note(self, shared: str, layout: StateLayout, group: int = 0) -> None:
+    def _note(self, shared: str, layout: StateLayout, group: int | str) -> None:
         certified, self._origin = (
             each if type(each := layout.about.get(name)) is int else -1 for name in ("certified", "origin")
         )
@@ -456,7 +456,7 @@ class Restorer:
             layouts = {owner: shards.layout(owner) for owner in range(shards.world_size)}
             fill(plan_moves(targets, layouts, like), shards.tensors)
             self._adopt(state, shards.world_size)
-        self._note(shards.shared(like), layout)
+        self._note(shards.shared(like), layout, shards.alike(like))
 
     def _like(self, world_size: int) -> int:
         """The old rank whose values this one uses for everything that is not in parts."""
@@ -498,7 +498,7 @@ class Restorer:
         the ranks that died know.
         """
         seen, why = self._seen(surveyed), "; ".join(reasons + on_disk)
-        is_known = self._known.step > _UNFINISHED * self._every
+        is_known = self._known.step >= 0  # beyond its beginning, with whatever `every` it was trained
         if not (why or seen or is_known):
             if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":  # perhaps the holders died with the workers
                 self._tell(

@@ -110,6 +110,11 @@ class Sums:
         if self.compressed is not None:
             self.compressed.finish_step()
 
+    def commit(self) -> None:
+        """Note that an optimizer makes the step for which gradients were summed."""
+        if self.compressed is not None:
+            self.compressed.memories.commit()
+
     def listen(self, listener: Callable[[Phase, float, float], None] | None) -> None:
         """Call ``listener`` with each phase of a sum, its start and its end; None ends that."""
         if self.compressed is not None:

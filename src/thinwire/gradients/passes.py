@@ -382,9 +382,7 @@ class Passes:
     def are_watched(self) -> bool:
         return bool(self._handles)
 
-    def watch(
-        self, plug: Plug, guard: Guard, finish: Callable[[bool], None], commit: Callable[[], None] | None
-    ) -> None:
+    def watch(self, plug: Plug, guard: Guard, finish: Callable[[bool], None], commit: Callable[[], None]) -> None:
         """Register hooks on the forward.
 
         Args:
@@ -510,7 +508,7 @@ class Passes:
         if any(parameter in self._structure for group in groups for parameter in group["params"]):
             self.optimizer_steps += self._taken != self._finished
             self._taken = self._finished
-            if self._commit is not None and not is_skipped(optimizer):
+            if not is_skipped(optimizer):
                 self._commit()
         if last != self._finished or self.is_local or self.backward.is_running or self._has_warned:
             return

@@ -194,8 +194,7 @@ class Synchronizer(Attached):
         decisions = Decisions(self._execution, self._choice, choice)
         count, clock = len(self._all_names), self._clock
         self._steps = StepLoop(model, count, self._lanes, clock, self._sums, self._plug, adopt, decisions)
-        commit = None if grad_scaler is None or self._compressed is None else self._compressed.memories.commit
-        self._passes.watch(self._plug, guard, self._steps.finish, commit)
+        self._passes.watch(self._plug, guard, self._steps.finish, self._sums.commit)
         if self._lane.rank == 0 and self._gains_nothing():
             _log.warning(
                 "nothing of this model is sent by thinwire: FSDP's collectives stay as they are, and no embedding table"

@@ -13,7 +13,6 @@ from thinwire.comm.agree import gather_bytes
 from thinwire.comm.channel import Subject
 from thinwire.comm.lane import Lane
 from thinwire.errors import CorruptMessageError, MismatchError
-from thinwire.gradients.tables import sparse_tables_of
 from thinwire.reproducible.digests import of_tensors
 from thinwire.reproducible.exact import ExactSum
 from thinwire.reproducible.owned import ExactMean
@@ -39,7 +38,9 @@ class Gradients:
         if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
             raise ValueError("the model has a DistributedDataParallel, which sums gradients itself: pass its module")
         self._model, self._count = model, count
-        self._tables = {id(weight) for weight in sparse_tables_of(model)}
+        tables = (one for one in model.modules() if isinstance(one, (nn.Embedding, nn.EmbeddingBag)) and one.sparse)
+        weights = (dict(table.named_parameters(recurse=False)).get("weight") for table in tables)
+        self._tables = {id(weight) for weight in weights if weight is not None}  # one that is parametrized is computed
         self._norms = [(name, one) for name, one in model.named_modules() if hasattr(one, "track_running_stats")]
         for name, parameter in model.named_parameters():
             if hasattr(parameter, "device_mesh") or not parameter.is_floating_point():

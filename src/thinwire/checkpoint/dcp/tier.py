@@ -123,6 +123,7 @@ def read_chunks(reader: StorageReader, metadata: Metadata, wanted: Sequence[Want
 
 
 _ABOUT, _METADATA = "thinwire.json", ".metadata"
+_REPLACED = ".replaced"  # of a checkpoint of a step that was trained once more
 _FIELDS = (
     ("topology", str), ("state", str), ("world_size", int), ("attempt", int), ("metadata", str), ("digests", list)
 )  # fmt: skip
@@ -201,9 +202,9 @@ def _named(
     under their own names, others under the rank's."""
     names = _names(layout)
     digests = {name: _digest(tensor) for name, tensor in zip(names, tensors, strict=True)}
-    answers = gather_json([digests, _shared(layout, digests), layout.about.get("certified", -1)], group)
-    gathered, shared = [each for each, *_ in answers], [each for _, each, _ in answers]
-    differ, certified = odd_ranks(shared)[1], max(step for *_, step in answers)
+    mine = [digests, _shared(layout, digests), _alike(layout), layout.about.get("certified", -1)]
+    gathered, shared, alike, steps = zip(*gather_json(mine, group), strict=True)
+    differ, certified = odd_ranks(shared, alike)[1], max(steps)
     if differ and certified >= 0:
         text = f"parameters or optimizer state of {differ}, and at step {certified} all were the same"
         raise ThinwireError(f"silent corruption: {text} (if ranks are meant to differ: on_divergence='off')")
@@ -278,6 +279,10 @@ class DiskShards:
         """Return a digest of what all ranks should have alike; empty if there is nothing."""
         return _shared(self.layout(owner), self._digests[owner])
 
+    def alike(self, owner: int) -> str:
+        """A name of the group of ranks that should have alike what this one has."""
+        return _alike(self.layout(owner))
+
     def _whole(self, name: str) -> Tensor:
         stored = self._metadata.state_dict_metadata[name]
         if not isinstance(stored, TensorStorageMetadata):
@@ -302,6 +307,11 @@ def _shared(layout: StateLayout, digests: Mapping[str, str]) -> str:
     items = zip(layout.slices, _names(layout), strict=True)
     shared = {name: digests[name] for item, name in items if item.offset < layout.shared_bytes}
     return _digest_of(_canonical(shared)) if shared else ""
+
+
+def _alike(layout: StateLayout) -> str:
+    """Digest of what there is to be alike, without its bits: ranks with the same parts of a sharded model have it."""
+    return _digest_of(_canonical([item.to_json() for item in layout.slices if item.offset < layout.shared_bytes]))
 
 
 def _own(rank: int, name: str) -> str:
@@ -445,7 +455,7 @@ class PersistentTier:
 
     def _publish(self, partial: Path, final: Path) -> None:
         if final.exists():  # of the same step, trained once more
-            final.rename(self._path(0, ".old.partial"))
+            final.rename(final.with_name(final.name + _REPLACED))
         partial.rename(final)
         descriptor = os.open(self.directory, os.O_RDONLY)
         try:
@@ -475,9 +485,15 @@ class PersistentTier:
             yield
 
     def _remove_partial(self) -> None:
-        """Remove what a killed job left half-written; under the lock."""
+        """Remove what a killed job left half-written, and put back what it was about to replace; under the lock."""
         for path in self.directory.glob("step-*.partial"):
             shutil.rmtree(path, ignore_errors=True)
+        for path in self.directory.glob(f"step-*{_REPLACED}"):
+            final = path.with_name(path.name.removesuffix(_REPLACED))
+            if final.exists():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.rename(final)
 
     def _path(self, step: int, suffix: str = "") -> Path:
         return self.directory / f"step-{step:08d}{suffix}"
@@ -506,16 +522,18 @@ class PersistentTier:
         """Return the descriptions of the checkpoints that rank 0 sees, highest step first, and the steps of those that
         it cannot read; collective. It waits for a running save, and starts the clock of the run."""
         self.join()
-        readable = []
-        if self._rank == 0:
-            try:
-                with self._locked():
-                    self._remove_partial()
-            except OSError as error:
-                self._notices.add(f"nothing can be saved to {self.directory}: {describe(error)}")
-            readable = self._readable()
+        found = on_all(self._group, lambda: self._found() if self._rank == 0 else ([], []))
+        return tuple(gather_json(found, self._group)[0])
+
+    def _found(self) -> tuple[list[dict[str, Any]], list[int]]:
+        try:
+            with self._locked():
+                self._remove_partial()
+        except OSError as error:
+            self._notices.add(f"nothing can be saved to {self.directory}: {describe(error)}")
+        readable = self._readable()
         known = {about["step"] for about in readable}
-        return tuple(gather_json([readable, [step for step in self._steps() if step not in known]], self._group)[0])
+        return readable, [step for step in self._steps() if step not in known]
 
     def give_up(self) -> None:
         """Set all checkpoints aside, so that no later start goes back to them; collective.

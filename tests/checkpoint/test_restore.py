@@ -289,6 +289,40 @@ def test_older_steps_than_a_crash_costs_are_said(sockets: list[str], tmp_path: P
     assert re.search(r"newer ones are given up, steps (\d+, )*[89]: .*nobody has a copy of shard 1", warned)
 
 
+def _loses_its_connection(context: RankContext, sockets: list[str], disk: Disk) -> tuple[Any, str]:
+    """Rank 1 loses the connection to its holder as it begins to load."""
+    os.environ.pop("LOCAL_WORLD_SIZE", None)
+    torch.manual_seed(1)
+    model = nn.Linear(40, 30)
+    storage = Storage("run", holder_socket=sockets[context.rank], disk=disk)
+    with warnings.catch_warnings(record=True) as caught, pytest.MonkeyPatch.context() as patch:
+        warnings.simplefilter("always")
+        with Checkpointer(model, torch.optim.Adam(model.parameters(), lr=0.01), storage=storage) as checkpointer:
+            restorer = checkpointer._restorer
+            load, lost = restorer._load, [context.rank == 1]
+
+            def lose_and_load(candidate: Any) -> str:
+                if lost[0] and restorer._registration.client is not None:
+                    lost[0] = False
+                    restorer._registration.client.close()
+                return load(candidate)
+
+            patch.setattr(restorer, "_load", lose_and_load)
+            return checkpointer.restore(), "\n".join(str(warning.message) for warning in caught)
+
+
+@pytest.mark.slow
+def test_a_lost_connection_in_a_restore_is_no_reason_to_go_back_to_the_disk(sockets: list[str], tmp_path: Path) -> None:
+    hosts, options = sockets[:2], {"disk": Disk(tmp_path / "disk", every="1d")}
+    os.makedirs(tmp_path / "disk")
+    (tmp_path / "disk" / "run").touch()
+    os.utime(tmp_path / "disk" / "run", (1.0, 1.0))  # due at once, and not again today
+    start(hosts, 9, **options)
+    assert min(on_disk(tmp_path / "disk")) <= 3
+    found = run_ranks(_loses_its_connection, hosts, options["disk"], world_size=2, timeout_seconds=60)
+    assert [outcome.value[0] for outcome in found] == [9, 9], found[0].value[1]
+
+
 # --- the directory on a disk
 
 

@@ -228,6 +228,8 @@ class Registration:
 
     def reconnect(self) -> None:
         """Reconnect if necessary and possible; not collective."""
+        if self.client is not None and self.client.is_closed:
+            self.close()
         if self.client is None:
             with contextlib.suppress(ThinwireError, ValueError, OSError):
                 self.client = self._connect()

@@ -116,6 +116,7 @@ class Restorer:
         Collective.
         """
         registration = self._registration
+        registration.reconnect()  # after a try that failed: without it only the disk would be left
         marked, standbys = registration.marker.read(), os.environ.get(STANDBYS_VARIABLE, "").split()
         gathered = gather_json([asdict(marked), standbys], self._group)
         self._known = KnownRun(*(max(each[name] for each, _ in gathered) for name in ("step", "attempt")))

@@ -176,6 +176,11 @@ class HolderClient(contextlib.AbstractContextManager["HolderClient"]):
             slot.close()
         self._slots = {}
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether the connection is closed or was lost."""
+        return self._connection.is_closed
+
     def request(
         self, op: str, content: dict[str, Any] | None = None, payload: bytes = b"", seconds: float | None = None
     ) -> dict[str, Any]:

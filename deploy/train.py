@@ -42,6 +42,7 @@ def main() -> None:
         "--replicas", type=int, default=1, help="copies of each checkpoint; 2 survive the loss of a host"
     )
     parser.add_argument("--persistent", help="a directory that all hosts see, for a checkpoint on a disk now and then")
+    parser.add_argument("--persistent-every", default="10m", help="how often; a job that fails earlier starts over")
     parser.add_argument("--kill-at", type=int, default=0, help="step after which the last rank dies, once; 0: never")
     options = parser.parse_args()
 
@@ -54,7 +55,7 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     torch.manual_seed(1 + rank)  # each rank has data of its own
 
-    disk = Disk(options.persistent) if options.persistent else None
+    disk = Disk(options.persistent, every=options.persistent_every) if options.persistent else None
     storage = Storage(replicas=options.replicas, disk=disk)
     with Checkpointer(model, optimizer, synchronizer=sync, storage=storage) as checkpointer:
         first = checkpointer.restore() or 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -108,6 +109,31 @@ def test_ranks_that_load_what_differs_say_so_at_once_and_go_on_comparing(socket:
                 "step 3, at which all were the same, is not available", "restore(step=...)", "on_divergence='off'",
             ):  # fmt: skip
                 assert words in text
+
+
+def differs_from_the_start(context: RankContext, socket: str) -> list[list[str]]:
+    """Before anything was compared; so versions do not say what should be alike."""
+    said = []
+    for start in range(2):
+        training = Training(socket, "run", on_divergence="raise")
+        with told() as texts, training.checkpointer:
+            training.checkpointer.restore()
+            if start == 0:
+                training.flip()
+                training.train(4)
+        said.append(texts)
+    return said
+
+
+@pytest.mark.slow
+def test_ranks_that_load_what_was_never_compared_are_compared(socket: str) -> None:
+    (first, restored), (_, others) = (
+        outcome.value for outcome in run_ranks(differs_from_the_start, socket, world_size=2, timeout_seconds=60)
+    )
+    assert "since the first checkpoint" in first[0]
+    assert others == [], "once for the job"
+    assert len(restored) == 1
+    assert re.search("step [34], restored from memory, is not certified: .* of ranks 0, 1 differ", restored[0])
 
 
 def saves(context: RankContext, socket: str, directory: str) -> dict[str, Any]:

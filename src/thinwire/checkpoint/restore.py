@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from thinwire.checkpoint.choice import OTHER_TOPOLOGY, Choice, choose
-from thinwire.checkpoint.dcp.tier import DiskShards, PersistentTier
+from thinwire.checkpoint.dcp.tier import DiskShards, PersistentTier, digest_of_shared
 from thinwire.checkpoint.group import gather_json, odd_ranks, on_all
 from thinwire.checkpoint.holder.faultpoint import reach
 from thinwire.checkpoint.holder.start import STANDBYS_VARIABLE, KnownRun
@@ -282,8 +282,12 @@ class Restorer:
         gathered = gather_json(self._loaded, self._group)
         digests, steps, groups = zip(*gathered, strict=True)
         certified, differ = min(steps), odd_ranks(digests, groups)[1]
-        if not self._compares or (restored.certified is None and not differ):
+        if not self._compares:
             return -1
+        if restored.certified is None and not differ:  # whoever wrote it compared nothing
+            differ = self._compare()
+            if not differ:
+                return -1
         if restored.certified and not differ:
             logger.info("step %s: parameters and optimizer state are the same on all ranks", restored.step)
             return restored.step
@@ -295,6 +299,16 @@ class Restorer:
             " on_divergence='off'"
         )
         return certified
+
+    def _compare(self) -> str:
+        """Compare what ranks have now and should have alike; collective. Return a text that names those that differ."""
+
+        def mine() -> tuple[str, str]:
+            encoded = StateEncoder(self._training.is_replicated).encode(self._training.capture(0))
+            return digest_of_shared(encoded), encoded.alike
+
+        digests, alike = zip(*gather_json(on_all(self._group, mine), self._group), strict=True)
+        return odd_ranks(digests, alike)[1]
 
     def _say_what_is_left(
         self, restored: _Candidate, left: list[_Candidate], surveyed: Survey, reasons: list[str]

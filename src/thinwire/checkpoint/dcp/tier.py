@@ -68,6 +68,7 @@ from thinwire.checkpoint.holder.version import field, start_order
 from thinwire.checkpoint.options import Disk, parse_seconds
 from thinwire.checkpoint.records import Notices
 from thinwire.checkpoint.state.coding import tensors_of
+from thinwire.checkpoint.state.encode import Encoded
 from thinwire.checkpoint.state.layout import DTYPES, ShardPart, StateLayout
 from thinwire.errors import CorruptMessageError, ThinwireError
 
@@ -329,6 +330,15 @@ def _canonical(values: Any) -> bytes:
 
 def _as_tensor(text: bytes) -> Tensor:
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+
+def digest_of_shared(encoded: Encoded) -> str:
+    """Return a digest of what all ranks should have alike of a state; empty if there is nothing."""
+    items = zip(encoded.slices, encoded.tensors, strict=True)
+    shared = {
+        item.offset: _digest(tensor.detach().cpu()) for item, tensor in items if item.offset < encoded.shared_bytes
+    }
+    return _digest_of(_canonical(shared)) if shared else ""
 
 
 def _digest(tensor: Tensor) -> str:

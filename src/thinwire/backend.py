@@ -8,6 +8,7 @@ codes that lose nothing.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import secrets
 import threading
@@ -461,7 +462,7 @@ class _Choice:
 
     def __init__(self, what: str, agree: Agree) -> None:
         self.codes, self.reason = False, ""
-        self._agree = agree
+        self._what, self._agree = what, agree
         self._steps = CallSteps()
         self.length = 0  # of the steps that are being timed, in calls
         self._gaps: list[float] = []  # seconds before each call of a step, until it is known where steps begin
@@ -513,6 +514,9 @@ class _Choice:
     def _play(self, arm: str, stands: bool) -> None:
         if arm == LOSSLESS:
             warm_up(wait=False)
+        if self.codes != (arm == LOSSLESS) and dist.is_initialized() and dist.get_rank() == 0:
+            text = "%s: dense=%s from this step on; %s='dense=%s' pins it and so the order in which sums are added"
+            logging.getLogger("thinwire").info(text, self._what, arm, VARIABLE, arm)
         self.codes, self.reason = arm == LOSSLESS, self.trial.explain()
 
 

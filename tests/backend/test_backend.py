@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -219,6 +220,22 @@ def test_auto_keeps_what_makes_steps_shorter(coded: float, hosts: int, reason: s
     assert any(coded_calls) == (hosts > 1)
     assert all(coded_calls[-10:]) == (why[0] == "l")
     assert any(coded_calls[-10:]) == (why[0] == "l")
+
+
+def test_a_choice_that_changes_bits_is_logged_with_the_word_that_pins_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(backend, "warm_up", lambda wait: None)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    choice = backend._Choice("coded collectives", lambda what, numbers: [list(numbers)])
+    caplog.set_level(logging.INFO, "thinwire")
+    for arm in ("lossless", "lossless", "native"):
+        choice._play(arm, True)
+    assert [record.getMessage().partition(";")[0] for record in caplog.records] == [
+        f"coded collectives: dense={arm} from this step on" for arm in ("lossless", "native")
+    ]
+    assert "THINWIRE_BACKEND='dense=native' pins it" in caplog.records[-1].getMessage()
 
 
 def _decided_under_deterministic_algorithms(context: RankContext) -> list[str]:

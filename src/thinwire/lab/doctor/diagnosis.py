@@ -399,7 +399,9 @@ def confirm(diagnosis: Diagnosis, trained: Sequence[Confirmed]) -> Diagnosis:
     measurement = diagnosis.measurement
     steps = {row.name: row.measured_step_seconds for row in trained if row.measured_step_seconds is not None}
     if STOCK not in steps:
-        raise ValueError("the training failed under stock DDP: " + "; ".join(row.failure for row in trained))
+        raise ValueError(
+            "the training failed under stock DDP: " + "; ".join(filter(None, (row.failure for row in trained)))
+        )
     named = {option.name: option for option in diagnosis.options}
     doubts = [why_impossible(row, named[row.name], measurement) for row in trained if row.name in named]
     computing = measurement.other_seconds + measurement.all_backward_seconds

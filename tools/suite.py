@@ -116,6 +116,8 @@ def _status(process: subprocess.Popen[bytes]) -> int:
                 process.returncode = os.waitstatus_to_exitcode(status)
                 return process.returncode
     except BaseException:  # Ctrl-C, or the end of this process by SIGTERM
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(0.25)  # Ctrl-C has reached pytest too
         process.kill()
         process.wait()
         raise

@@ -216,6 +216,9 @@ def test_twins_of_other_bits_do_not_take_turns_under_deterministic_algorithms(
     call, sample = dispatch._dispatched(kernel.reference, replace(kernel, from_size=0)), next(kernel.samples())
     sample.call(call)
     assert called == [name]
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    sample.call(call)
+    torch.use_deterministic_algorithms(True)
+    try:
+        sample.call(call)
+    finally:
+        torch.use_deterministic_algorithms(False)
     assert called == [name]

@@ -284,10 +284,10 @@ class Restorer:
         certified, differ = min(steps), odd_ranks(digests, groups)[1]
         if not self._compares:
             return -1
-        if restored.certified is None and not differ:  # whoever wrote it compared nothing
+        if restored.certified is None and not differ and self._world_size > 1:  # whoever wrote it compared nothing
             differ = self._compare()
-            if not differ:
-                return -1
+        if restored.certified is None and not differ:
+            return -1
         if restored.certified and not differ:
             logger.info("step %s: parameters and optimizer state are the same on all ranks", restored.step)
             return restored.step

@@ -22,7 +22,7 @@ from thinwire.compress.reductions.base import Phase, Reduction, Result, Stopwatc
 from thinwire.compress.state import outstanding
 from thinwire.compress.wrappers import code_of
 from thinwire.errors import LostPeerError
-from thinwire.gradients.compression import GradScaler, Planned
+from thinwire.gradients.compression import GradScaler, Planned, is_skipped
 from thinwire.gradients.exact import OTHERS
 from thinwire.gradients.tables import by_dtype, flattened, share
 from thinwire.observe.step import ParameterRecords
@@ -110,9 +110,9 @@ class Memories:
             is_over: whether the step ends too. Else the memories before it are there until `commit`.
         """
         if not is_kept:
-            self.states.update(self._before_step)
-        if is_over or not is_kept:
-            self._before_step = {}
+            self._undo()
+        elif is_over:
+            self.commit()
         if self._flush_left > 0:
             self._flush_left -= 1
             if self._flush_left == 0:
@@ -128,8 +128,11 @@ class Memories:
             scale, before = self._get_scale(), self._scale
             self._scale = scale
             if scale < before:
-                self.states.update(self._before_step)
-                self._before_step = {}
+                self._undo()
+
+    def _undo(self) -> None:
+        self.states.update(self._before_step)
+        self._before_step = {}
 
     def drop(self) -> bool:
         """Compress nothing from the next step on; return whether memories are handed out to coming gradients.
@@ -434,6 +437,11 @@ class CompressedSync:
         self.statistics.nonfinite_steps += not self._is_finite
         self.memories.finish_pass(self._is_finite and is_kept, is_over=self._scaler is None)
         self._is_finite = True
+
+    def commit(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note that an optimizer is about to step. Only with a scaler is it asked whether it skips: a GPU waits."""
+        if self._scaler is not None and not is_skipped(optimizer):
+            self.memories.commit()
 
     def stats(self) -> dict[str, float]:
         """Return the ``compress/`` entries of `Synchronizer.stats`."""

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from torch.optim import Optimizer
+
 from thinwire.compress.assign import Dense, assign
 from thinwire.compress.base import Compressor, Exchanged, Parameter
 from thinwire.compress.reductions.base import Reduction
@@ -28,6 +30,12 @@ def check_scaler(scaler: object) -> None:
     """Raise ValueError for what is no scaler."""
     if scaler is not None and not hasattr(scaler, "is_enabled"):
         raise ValueError(f"grad_scaler is {scaler!r}: pass the torch.amp.GradScaler of the training loop")
+
+
+def is_skipped(optimizer: Optimizer) -> bool:
+    """Return whether a scaler has an optimizer skip this step that skips steps by itself, as fused ones do."""
+    found_inf = getattr(optimizer, "found_inf", None)
+    return found_inf is not None and bool(found_inf)
 
 
 @dataclass(frozen=True)

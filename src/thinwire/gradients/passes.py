@@ -382,7 +382,9 @@ class Passes:
     def are_watched(self) -> bool:
         return bool(self._handles)
 
-    def watch(self, plug: Plug, guard: Guard, finish: Callable[[bool], None], commit: Callable[[], None]) -> None:
+    def watch(
+        self, plug: Plug, guard: Guard, finish: Callable[[bool], None], commit: Callable[[Optimizer], None]
+    ) -> None:
         """Register hooks on the forward.
 
         Args:
@@ -390,7 +392,7 @@ class Passes:
             guard: what breaks off when a pass fails.
             finish: called at the end of each backward pass in which `begin` was called, with whether that is a step:
                 under DDP re-entrant checkpointing ends several for one forward, of which the first counts.
-            commit: called when an optimizer of this model makes a step, which a scaler has not skipped.
+            commit: called with an optimizer of this model that is about to step.
         """
         self._plug, self._guard, self._finish, self._commit = plug, guard, finish, commit
         model = self._model()
@@ -508,8 +510,7 @@ class Passes:
         if any(parameter in self._structure for group in groups for parameter in group["params"]):
             self.optimizer_steps += self._taken != self._finished
             self._taken = self._finished
-            if not is_skipped(optimizer):
-                self._commit()
+            self._commit(optimizer)
         if last != self._finished or self.is_local or self.backward.is_running or self._has_warned:
             return
         if all(float(group.get("lr", 1.0)) == 0.0 for group in optimizer.param_groups) or not self._trains(optimizer):
@@ -530,12 +531,6 @@ class Passes:
         groups: list[dict[str, Any]] = optimizer.param_groups
         used = [parameter for group in groups for parameter in group["params"] if parameter.grad is not None]
         return 2 * sum(parameter in self._structure for parameter in used) > len(used)
-
-
-def is_skipped(optimizer: Optimizer) -> bool:
-    """Return whether a scaler has an optimizer skip this step that skips steps by itself, as fused ones do."""
-    found_inf = getattr(optimizer, "found_inf", None)
-    return found_inf is not None and bool(found_inf)
 
 
 def check_optimizers(model: nn.Module, excluded: Container[str]) -> None:

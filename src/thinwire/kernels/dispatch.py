@@ -397,6 +397,8 @@ def _dispatched(reference: Callable[P, R], kernel: Kernel) -> Callable[P, R]:
     """
     size, from_size, knows, name = kernel.size, kernel.from_size, kernel.knows, kernel.name
     is_loaded = False
+    # when a kernel is compiled depends on the clock
+    bits_by_clock = bool if kernel.equal_bits else torch.are_deterministic_algorithms_enabled
 
     @wraps(reference)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -407,10 +409,8 @@ def _dispatched(reference: Callable[P, R], kernel: Kernel) -> Callable[P, R]:
                 runs = runs_on_gpu(*seen, *kwargs.values())
                 return _on_gpu(kernel, runs, call)(*args, **kwargs)
         chosen = _forced or _environment_mode()
-        is_small = chosen == "auto" and size(*args, **kwargs) < from_size
-        if not kernel.equal_bits and chosen == "auto" and torch.are_deterministic_algorithms_enabled():
-            is_small = True  # when a kernel is compiled depends on the clock
-        if is_small or chosen == "reference" or not knows(*args, **kwargs):
+        is_left = chosen == "auto" and (size(*args, **kwargs) < from_size or bits_by_clock())
+        if is_left or chosen == "reference" or not knows(*args, **kwargs):
             return reference(*args, **kwargs)
         if has_numba() and not is_loaded:
             _count_unready()

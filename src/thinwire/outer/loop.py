@@ -22,9 +22,9 @@ from thinwire.comm.lane import Lane, lane_stats
 from thinwire.comm.process_group import ring_all_reduce_bytes, sparse_all_reduce_bytes
 from thinwire.compress.assign import NATIVE, Dense
 from thinwire.errors import ThinwireError
+from thinwire.gradients.compression import is_skipped
 from thinwire.gradients.module import is_sharded, local_of, module_of, synchronized_buffers, synchronized_parameters
 from thinwire.gradients.parameters import share_first
-from thinwire.gradients.passes import is_skipped
 from thinwire.gradients.steps.describe import configuration
 from thinwire.gradients.steps.state import Gathered
 from thinwire.gradients.synchronizer import Attached

@@ -72,7 +72,8 @@ def encode(values: Tensor) -> Tensor:
         (True, True)
     """
     _check(values)
-    if values.nbytes < RAW_BYTES or not (values.is_cuda or is_compiled()):
+    is_early = dispatch.mode() == "auto" and not (values.is_cuda or is_compiled())
+    if values.nbytes < RAW_BYTES or is_early:
         return values.detach().reshape(-1).view(torch.uint8)
     return kernels.encode_floats(values.detach())
 

@@ -68,7 +68,7 @@ from thinwire.checkpoint.holder.version import field, start_order
 from thinwire.checkpoint.options import Disk, parse_seconds
 from thinwire.checkpoint.records import Notices
 from thinwire.checkpoint.state.coding import tensors_of
-from thinwire.checkpoint.state.encode import Encoded
+from thinwire.checkpoint.state.encode import Encoded, alike
 from thinwire.checkpoint.state.layout import DTYPES, ShardPart, StateLayout
 from thinwire.errors import CorruptMessageError, ThinwireError
 
@@ -203,9 +203,14 @@ def _named(
     under their own names, others under the rank's."""
     names = _names(layout)
     digests = {name: _digest(tensor) for name, tensor in zip(names, tensors, strict=True)}
-    mine = [digests, _shared(layout, digests), _alike(layout), layout.about.get("certified", -1)]
-    gathered, shared, alike, steps = zip(*gather_json(mine, group), strict=True)
-    differ, certified = odd_ranks(shared, alike)[1], max(steps)
+    mine = [
+        digests,
+        _shared(layout, digests),
+        alike(layout.slices, layout.shared_bytes),
+        layout.about.get("certified", -1),
+    ]
+    gathered, shared, groups, steps = zip(*gather_json(mine, group), strict=True)
+    differ, certified = odd_ranks(shared, groups)[1], max(steps)
     if differ and certified >= 0:
         text = f"parameters or optimizer state of {differ}, and at step {certified} all were the same"
         raise ThinwireError(f"silent corruption: {text} (if ranks are meant to differ: on_divergence='off')")
@@ -282,7 +287,8 @@ class DiskShards:
 
     def alike(self, owner: int) -> str:
         """A name of the group of ranks that should have alike what this one has."""
-        return _alike(self.layout(owner))
+        layout = self.layout(owner)
+        return alike(layout.slices, layout.shared_bytes)
 
     def _whole(self, name: str) -> Tensor:
         stored = self._metadata.state_dict_metadata[name]
@@ -308,11 +314,6 @@ def _shared(layout: StateLayout, digests: Mapping[str, str]) -> str:
     items = zip(layout.slices, _names(layout), strict=True)
     shared = {name: digests[name] for item, name in items if item.offset < layout.shared_bytes}
     return _digest_of(_canonical(shared)) if shared else ""
-
-
-def _alike(layout: StateLayout) -> str:
-    """Digest of what there is to be alike, without its bits: ranks with the same parts of a sharded model have it."""
-    return _digest_of(_canonical([item.to_json() for item in layout.slices if item.offset < layout.shared_bytes]))
 
 
 def _own(rank: int, name: str) -> str:

@@ -44,8 +44,7 @@ class Encoded:
     @property
     def alike(self) -> str:
         """A digest of what there is to be alike, without its bits: ranks have it in common if theirs are the same."""
-        first = [item.to_json() for item in self.slices if item.offset < self.shared_bytes]
-        return hashlib.sha256(_dumps(first).encode()).hexdigest() if first else ""
+        return alike(self.slices, self.shared_bytes)
 
     def to_bytes(self, about: dict[str, Any] | None = None, codes: Sequence[tuple[int, int]] = ()) -> bytes:
         """Return the layout, as JSON. Any thread may call it, even after the state has changed."""
@@ -54,6 +53,12 @@ class Encoded:
         tail += f',"codes":{_dumps(codes)}' if codes else ""
         tail += f',"shared_bytes":{self.shared_bytes}}}' if self.shared_bytes else "}"
         return f'{{"tree":{"".join(parts)},"slices":{self._slices_text},{tail}'.encode()
+
+
+def alike(slices: Sequence[TensorSlice], shared_bytes: int) -> str:
+    """Return a digest of the first slices, without their bits; empty if nothing is shared."""
+    first = [item.to_json() for item in slices if item.offset < shared_bytes]
+    return hashlib.sha256(_dumps(first).encode()).hexdigest() if first else ""
 
 
 class StateEncoder:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -105,13 +105,13 @@ def attach(
         >>> sync = thinwire.attach(model, rows="zen", dense=rules)                        # doctest: +SKIP
     """
     model = find_model(model)
-    resolve(rows)
-    check_scaler(grad_scaler)
     check_timeout(timeout)
     group = _group_of(model, process_group)
     if Synchronizer.runs_on(model):
         raise ValueError("thinwire is attached to this model already: call detach() on its Synchronizer first")
     with telling_peers(group, timeout):
+        resolve(rows)
+        check_scaler(grad_scaler)
         excluded = left_out(model, exclude)
         check_parameters(model, excluded)
         check_optimizers(model, excluded)
@@ -122,16 +122,15 @@ def attach(
         if tables is not None:
             undo.callback(tables.remove)
             excluded |= tables.names
-        trained = [one for _, one in synchronized_parameters(model, excluded) if one.requires_grad]
-        is_on_cpu = all(one.device.type == "cpu" for one in trained)
-        grouped = _Grouped.of(dense)
-        grouped.check(model, is_on_cpu)
-        named = dense.items() if isinstance(dense, Mapping) else ()
-        patterns = [pattern for pattern, how in named if not isinstance(how, str)]
-        parameters, others = dense_parameters(model, excluded, patterns)
-        methods = replace(_methods(model, grouped, parameters, others, group, timeout), tables=tables)
-        if optimizer is not None:
-            _check_momentum(optimizer, methods.compressed, module_of(model))
+        with telling_peers(group, timeout):
+            trained = [one for _, one in synchronized_parameters(model, excluded) if one.requires_grad]
+            is_on_cpu = all(one.device.type == "cpu" for one in trained)
+            grouped = _Grouped.of(dense)
+            grouped.check(model, is_on_cpu)
+            parameters, others = dense_parameters(model, excluded, grouped.patterns())
+            methods = replace(_methods(model, grouped, parameters, others, group), tables=tables)
+            if optimizer is not None:
+                _check_momentum(optimizer, methods.compressed, module_of(model))
         names = tuple(parameter.name for parameter in parameters)
         intent = grouped.intent(names, methods, isinstance(model, DistributedDataParallel), is_on_cpu)
         sync = Synchronizer(model, group, rows, timeout, methods, excluded, intent, grad_scaler)
@@ -154,6 +153,11 @@ class _Grouped:
         if callable(getattr(dense, "groups", None)) and not isinstance(dense, type):
             return cls(getattr(dense, "dense", NATIVE), policy=dense)
         return cls(dense)
+
+    def patterns(self) -> list[str]:
+        """Return the patterns of what is no exact sum, which may name embedding tables."""
+        named = self.dense.items() if isinstance(self.dense, Mapping) else ()
+        return [pattern for pattern, how in named if isinstance(pattern, str) and not isinstance(how, str)]
 
     def check(self, model: nn.Module, is_on_cpu: bool) -> None:
         """Raise ValueError for a plan or a policy that this model cannot follow."""
@@ -204,18 +208,16 @@ def _methods(
     parameters: Sequence[Parameter],
     others: Sequence[Parameter],
     group: dist.ProcessGroup,
-    timeout: timedelta | None,
 ) -> Methods:
     """Return how each dense gradient travels; a plan is checked first."""
     sharding = sharding_of(model)
     if sharding is not None:
         return sharding.methods(grouped.dense)
-    with nullcontext() if grouped.plan is None else telling_peers(group, timeout):
-        if grouped.plan is not None:
-            grouped.plan.check(parameters, group.size())
-            if isinstance(model, DistributedDataParallel):
-                check_buckets(model, grouped.plan.jobs)
-        return Methods.of(grouped.dense, parameters, others, group.size())
+    if grouped.plan is not None:
+        grouped.plan.check(parameters, group.size())
+        if isinstance(model, DistributedDataParallel):
+            check_buckets(model, grouped.plan.jobs)
+    return Methods.of(grouped.dense, parameters, others, group.size())
 
 
 def _group_of(model: nn.Module, process_group: Group) -> dist.ProcessGroup:

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire
 from thinwire import compress, fuse, schemes
 from thinwire.errors import unknown
+from thinwire.lab.testbed.launch import RankContext, run_ranks
 from thinwire.plan import Group, Plan
 from thinwire.tune.prices import Route
 
@@ -89,7 +90,12 @@ ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"dense": "top_k"}, r"unknown dense 'top_k'; legal are .*, a compressor such as thinwire.compress.top_k\(0.01\)"),
     ({"dense": 0.01}, "dense is 0.01: pass 'native', 'lossless', 'auto', a compressor"),
     ({"dense": compress.top_k}, "a compressor is made by calling its constructor"),
-    ({"dense": {"fc": compress.top_k(0.01)}}, "has a name like 'fc'; .* these can: 0.weight"),
+    ({"dense": {"fc": compress.top_k(0.01)}}, "has a name like 'fc'; .* such names are 0.weight"),
+    ({"dense": {"0.wieght": compress.top_k(0.01)}}, r"did you mean '0.weight'\?$"),
+    ({"dense": {"fc": "lossless"}}, "no parameter has a name like 'fc'; such names are 0.weight, 0.bias"),
+    ({"dense": {0: compress.top_k(0.01)}}, r"dense has the key 0: keys are names or patterns"),
+    ({"dense": lambda parameter: {}[parameter.name]}, "failed for parameter '0.weight': KeyError: '0.weight'"),
+    ({"dense": "zen"}, "unknown dense 'zen'; .*; schemes belong in rows="),
     ({"dense": {"*": "top_k"}}, "unknown dense 'top_k'"),
     ({"dense": {"*": plan()}}, r"for '\*' <Plan .*: pass .* policies of thinwire.fuse and plans are for all gradients"),
     ({"dense": lambda parameter: None}, "answers for parameter '0.weight' None: pass 'native'"),
@@ -115,6 +121,44 @@ ARGUMENTS: list[tuple[dict[str, Any], str]] = [
 def test_wrong_arguments_of_attach(arguments: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         thinwire.attach(model(), **arguments)
+
+
+@pytest.mark.parametrize("dense", ["zen", 3, None, compress.top_k])
+@pytest.mark.usefixtures("alone")
+def test_a_model_of_tables_only_refuses_what_is_no_way_for_dense_gradients(dense: Any) -> None:
+    with pytest.raises(ValueError, match=r"dense is|unknown dense|its constructor"):
+        thinwire.attach(nn.Sequential(nn.Embedding(8, 4, sparse=True)), dense=dense)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_policy_around_a_pattern_compresses_a_table_as_the_pattern_alone_does() -> None:
+    table = nn.Sequential(nn.Embedding(64, 64))
+    patterns = {"0.weight": compress.top_k(0.01)}
+    for dense in (patterns, fuse.cupcake(patterns)):
+        thinwire.attach(table, dense=dense).detach()
+
+
+def _one_mistake(context: RankContext, options: dict[str, Any], says: str) -> None:
+    has_outer, options, module = "grad_scaler" not in options, options if context.rank else {}, model()
+    with pytest.raises(ValueError if context.rank else thinwire.MismatchError, match=says):
+        thinwire.attach(module, **options)
+    if has_outer:
+        optimizer = torch.optim.SGD(module.parameters(), 0.1)
+        with pytest.raises(ValueError if context.rank else thinwire.ThinwireError, match=says):
+            thinwire.outer.attach(module, optimizer, thinwire.outer.local_sgd(every=1), **options)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"rows": "zeen"}, "unknown scheme 'zeen'"),
+        ({"dense": {"*": "top_k"}}, "unknown dense 'top_k'"),
+        ({"grad_scaler": 1}, "grad_scaler is 1"),
+    ],
+)
+def test_a_mistake_on_one_rank_is_heard_by_all(options: dict[str, Any], says: str) -> None:
+    run_ranks(_one_mistake, options, says, world_size=2, timeout_seconds=60)
 
 
 @pytest.mark.usefixtures("alone")

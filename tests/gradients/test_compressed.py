@@ -407,7 +407,10 @@ def test_what_cannot_be_compressed_has_the_exact_sum_of_its_pattern() -> None:
         ({"words.*": "lossless", "*": compress.top_k(0.1)}, "lossless"),
         ({"*": compress.top_k(0.1)}, "native"),
         (compress.top_k(0.1), "native"),
-        (lambda parameter: "lossless", "native"),
+        (lambda parameter: "lossless", "lossless"),
+        (lambda parameter: compress.top_k(0.1), "native"),
+        ({"*": lambda parameter: "lossless"}, "lossless"),
+        (compress.leave_small(compress.top_k(0.1), 10**9, rest="lossless"), "lossless"),
     ):
         assert assign(dense, PARAMETERS, table)["words.weight"] == expected
 

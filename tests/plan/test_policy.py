@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -14,7 +14,7 @@ from torch.distributed import _compute_bucket_assignment_by_size
 
 from clocks import calls_of
 from references.branch_and_bound import branch_and_bound
-from thinwire import fuse
+from thinwire import compress, fuse
 from thinwire.plan import Groups, Linear, Profile, check_groups, iteration_seconds
 from thinwire.plan.policy import POLICIES, Policy, _covering_groups, groups_ending_at
 from thinwire.plan.search import search
@@ -157,6 +157,7 @@ def test_texts_name_policies() -> None:
     assert set(POLICIES) | {"Policy", "parse"} == set(fuse.__all__)
     assert fuse.parse("byte_cap:mb=25:first_mb=1") == fuse.byte_cap(25, first_mb=1)
     assert fuse.parse(" safusion:align=False ") == fuse.safusion(align=False)
+    assert fuse.safusion("lossless") == fuse.safusion(dense="lossless")
     assert fuse.equal_count(3).name == "equal_count:count=3"
 
 
@@ -173,12 +174,19 @@ def test_texts_name_policies() -> None:
         ("byte_cap:mb=1e999", "above 0 MiB"),
         ("equal_count:count=0", "1 or more"),
         ("safusion:mb=-1", "above 0 MiB"),
+        ("safusion:align=3", "both are True or False"),
         ("layerwise:mb=8", "does not take these settings"),
     ],
 )
 def test_texts_that_name_none(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         fuse.parse(text)
+
+
+@pytest.mark.parametrize("constructor", [fuse.byte_cap, fuse.equal_count])
+def test_a_compressor_for_a_number_is_refused(constructor: Callable[..., Policy]) -> None:
+    with pytest.raises(ValueError, match="dense="):
+        constructor(compress.top_k(0.01))
 
 
 def test_ends_of_the_scale() -> None:

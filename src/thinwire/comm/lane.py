@@ -576,6 +576,11 @@ class Lane:
                 group.shut_down()
         self._jobs.put(self._release)
 
+    def fail(self, error: BaseException) -> None:
+        """Break off because of an error of this rank, unless all ranks have raised it."""
+        if ranks_told(error) < self.world_size and self.world_size > 1:
+            self.break_off(f"{type(error).__name__}: {error}", error)
+
     def lost_to(self, error: BaseException) -> LostPeerError:
         """Break off after an exchange beside the jobs of this lane failed; return the error that all ranks raise."""
         lost = lost_peer(error, self.global_rank, self.world_size)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Literal, cast
 
@@ -24,6 +25,8 @@ Patterns = Mapping[str, Method | Rule | str]
 """Methods and rules by name pattern; ``str``, because a dict that is built before the call has values of that type."""
 Dense = Method | Rule | Patterns
 """Type of the argument ``dense`` of `thinwire.attach`, but for policies of `thinwire.fuse` and plans."""
+_SHOWN = 8
+"""Largest number of names in an error."""
 
 
 @dataclass(frozen=True)
@@ -81,8 +84,7 @@ def assign(
         dense: one of `EXACT`; a compressor, for which `leave_small` decides; a rule; or any of these by name pattern,
             as in ``fnmatch``, of which the first match counts. What no pattern matches is "native".
         parameters: all parameters whose gradients can be compressed.
-        others: those whose gradients cannot: of them a name or a pattern says how they are summed, else they are
-            "native".
+        others: those whose gradients cannot: where a compressor is named for them they are "native".
 
     Raises:
         ValueError: a pattern that matches no parameter; a value that is no method; a compressor that refuses a
@@ -100,8 +102,8 @@ def assign(
             method = Exchanged(with_memory(method.compressor), method.exchange)
         methods[parameter.name] = method
     for other in others:
-        exact = _first(dense, other) if isinstance(dense, Mapping) else dense
-        methods[other.name] = exact if isinstance(exact, str) else NATIVE
+        method = _method_of(dense, other)
+        methods[other.name] = method if isinstance(method, str) else NATIVE
     return methods
 
 
@@ -125,30 +127,37 @@ def _called(rule: Rule, parameter: Parameter) -> Method:
     name = getattr(rule, "__name__", repr(rule))
     try:
         answer = rule(parameter)
-    except (TypeError, ValueError) as error:
+    except Exception as error:
         raise ValueError(
-            f"the rule {name} failed for parameter {parameter.name!r}: {error} (a compressor is made by calling its"
-            " constructor, as in dense=thinwire.compress.top_k(0.01))"
+            f"the rule {name} failed for parameter {parameter.name!r}: {type(error).__name__}: {error} (a compressor is"
+            " made by calling its constructor, as in dense=thinwire.compress.top_k(0.01))"
         ) from error
     return _checked(answer, f"{name} answers for parameter {parameter.name!r}")
 
 
 def _check_patterns(patterns: Patterns, parameters: Sequence[Parameter], others: Sequence[Parameter]) -> None:
     for pattern, value in patterns.items():
+        if not isinstance(pattern, str):
+            raise ValueError(f"dense has the key {pattern!r}: keys are names or patterns of names, as in '*.weight'")
         if not callable(value):
             _checked(value, f"dense has for {pattern!r}")
         named = (*parameters, *others) if isinstance(value, str) else parameters
         if not any(fnmatchcase(parameter.name, pattern) for parameter in named):
-            names = ", ".join(parameter.name for parameter in parameters)
+            names = [parameter.name for parameter in named]
+            near = get_close_matches(pattern, names, n=1, cutoff=0.4)
+            hint = f"did you mean {near[0]!r}?" if near else f"such names are {', '.join(names[:_SHOWN])}"
+            if isinstance(value, str):
+                raise ValueError(f"no parameter has a name like {pattern!r}; {hint}")
             raise ValueError(
                 f"no parameter that can be compressed has a name like {pattern!r}; embeddings with sparse=True cannot,"
-                f" nor those that FSDP2 shards by rows; these can: {names}"
+                f" nor those that FSDP2 shards by rows; {hint}"
             )
 
 
 def _checked(value: object, where: str) -> Method:
     if isinstance(value, str) and value not in EXACT:
-        raise unknown("dense", value, EXACT, ", a compressor such as thinwire.compress.top_k(0.01), or a thinwire.Plan")
+        others = ", a compressor such as thinwire.compress.top_k(0.01), or a thinwire.Plan; schemes belong in rows="
+        raise unknown("dense", value, EXACT, others)
     if isinstance(value, (str, Compressor, Exchanged)):
         return cast("Method", value)
     raise ValueError(

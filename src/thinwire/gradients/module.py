@@ -45,7 +45,7 @@ def left_out(model: nn.Module, chosen: str | Iterable[str | Tensor]) -> frozense
     Raises:
         ValueError: a name or pattern that matches nothing, a tensor of another model, or a model inside DDP.
     """
-    wanted = [chosen] if isinstance(chosen, (str, Tensor)) else list(chosen)
+    wanted = [chosen] if isinstance(chosen, (str, Tensor)) else list(() if chosen is None else chosen)
     if isinstance(model, DistributedDataParallel) and wanted:
         raise ValueError(
             "DDP decides itself which parameters it leaves alone: leave out exclude=, and before building it call"

@@ -25,7 +25,6 @@ from thinwire.comm.lane import Lane, lane_stats
 from thinwire.comm.machine import Machine
 from thinwire.comm.process_group import Staging, reduce_scatter_bytes
 from thinwire.compress.assign import AUTO, LOSSLESS
-from thinwire.errors import ranks_told
 from thinwire.gradients.buckets import Buckets, Sums, as_real
 from thinwire.gradients.collective import CollectiveTables, measured
 from thinwire.gradients.compressed import CompressedSync, Statistics
@@ -180,8 +179,7 @@ class Synchronizer(Attached):
                 self._execution = Execution(intent, self._lane, following, self._buckets.take_formed)
         except Exception as error:
             for lane in self._lanes:
-                if ranks_told(error) < lane.world_size and lane.world_size > 1:
-                    lane.break_off(f"{type(error).__name__}: {error}", error)
+                lane.fail(error)
                 lane.close()
             raise
         if not (self._is_left_to_ddp or isinstance(self._plug, Alone)):

@@ -66,7 +66,6 @@ def attach(
         >>> loop.synchronize()                                                            # doctest: +SKIP
     """
     model = find_model(model)
-    resolve(rows)
     check_timeout(timeout)
     if not isinstance(recipe, OuterRecipe):
         raise ValueError(f"recipe is {recipe!r}: pass a recipe such as thinwire.outer.diloco(every=64)")
@@ -74,6 +73,7 @@ def attach(
         raise ValueError("an outer loop of this model runs already: call detach() on it first")
     group = process_group if isinstance(process_group, Members) else outer_group(model, process_group)
     with nullcontext() if isinstance(group, Members) else telling_peers(group, timeout):
+        resolve(rows)
         excluded = left_out(model, exclude)
         check_parameters(model, excluded)
         if not isinstance(group, Members):

@@ -131,7 +131,8 @@ class OuterLoop(Attached):
                 if recipe.min_ranks is not None:
                     members = Members.of(group, timeout)
                     members.prepare(enter, recipe.min_ranks, timeout, staging)
-            except Exception:
+            except Exception as error:
+                lane.fail(error)
                 lane.close()
                 raise
         (self._rounds,) = begun

@@ -222,7 +222,7 @@ class Plan:
         if len(exact) == 1 and all(group.compressor is None for group in self.groups):
             return exact.pop()
         group_of = {name: group for group in self.groups for name in group.parameters}
-        return lambda parameter: group_of[parameter.name].method(parameter)
+        return lambda one: group_of[one.name].method(one) if one.name in group_of else NATIVE  # tables are in none
 
     def bucket_cap_mb_list(self) -> list[float]:
         """Return caps for ``DistributedDataParallel(bucket_cap_mb_list=...)``, so that its buckets are the plan's jobs.

@@ -141,8 +141,9 @@ class ByteCap(NamedPolicy, constructor="byte_cap"):
 
     def __post_init__(self) -> None:
         for name, cap in (("mb", self.mb), ("first_mb", self.first_mb)):
-            if cap is not None and not (math.isfinite(cap) and cap > 0):
-                raise ValueError(f"{name} is {cap}; a bucket needs a cap above 0 MiB. For one bucket use one_bucket()")
+            if cap is not None and not (isinstance(cap, (int, float)) and math.isfinite(cap) and cap > 0):
+                text = "a bucket needs a cap above 0 MiB. For one bucket use one_bucket(); what is sent is dense="
+                raise ValueError(f"{name} is {cap!r}; {text}")
 
     def groups(self, profile: Profile) -> Groups:
         cap = MEBIBYTE * (self.mb if self.first_mb is None else self.first_mb)
@@ -172,8 +173,8 @@ class EqualCount(NamedPolicy, constructor="equal_count"):
     dense: Dense = NATIVE
 
     def __post_init__(self) -> None:
-        if self.count < 1:
-            raise ValueError(f"{self.count} groups hold no tensor: use 1 or more")
+        if not isinstance(self.count, int) or self.count < 1:
+            raise ValueError(f"count is {self.count!r}: use 1 or more; how groups travel is dense=")
 
     def groups(self, profile: Profile) -> Groups:
         count = min(self.count, profile.num_tensors)
@@ -257,6 +258,7 @@ class SaFusion(NamedPolicy, constructor="safusion"):
     for 314 tensors.
 
     Args:
+        dense: how the grouped gradients travel.
         align: whether buffers close after the same number of tensors on all ranks. False closes them at ``mb`` of
             gradients, which is the paper's naive fixed buffer.
         adapt: whether to use the rule above. False is the paper's ablation: fixed buffers of ``mb`` of gradients
@@ -268,12 +270,14 @@ class SaFusion(NamedPolicy, constructor="safusion"):
         ValueError: ``mb`` is not above 0.
     """
 
+    dense: Dense = NATIVE
     align: bool = True
     adapt: bool = True
     mb: float = 25.0
-    dense: Dense = NATIVE
 
     def __post_init__(self) -> None:
+        if not (isinstance(self.align, bool) and isinstance(self.adapt, bool)):
+            raise ValueError(f"safusion got align={self.align!r}, adapt={self.adapt!r}: both are True or False")
         byte_cap(self.mb)  # raises ValueError for an illegal cap
 
     def groups(self, profile: Profile) -> Groups:

@@ -23,7 +23,7 @@ IN_PEERS = (BLOCKING, THINWIRE)
 class Destination:
     """Destination of checkpoints: the sockets of the holders, host by host, and a directory that all hosts see.
 
-    ``compress`` is that of `Checkpointer`.
+    ``compress`` is that of `CheckpointPolicy`.
     """
 
     sockets: tuple[str, ...]

@@ -275,19 +275,39 @@ def test_a_way_that_failed_is_listed_and_not_taken() -> None:
     )
 
 
-def test_where_every_way_failed_the_prediction_stands_and_is_doubted() -> None:
-    diagnosed = diagnosis(100, world_size=4)
+@pytest.mark.parametrize("failing", ["every way", "exact ways"])
+def test_a_way_that_failed_is_never_advised_and_no_lossy_one_where_the_exact_one_failed(failing: str) -> None:
+    diagnosed = on_any_wire(with_tables(100))
     stock, *others = finalists(diagnosed)
-    rows = [Confirmed(stock.name, 1.0, 1.0), *(Confirmed(way.name, 1.0, None, "failed: OSError") for way in others)]
+    rows = [Confirmed(stock.name, 1.0, 1.0)]
+    for way in others:
+        fails = failing == "every way" or way.is_exact
+        rows.append(Confirmed(way.name, 1.0, None if fails else 0.5, "failed: OSError" if fails else ""))
     failed = confirm(diagnosed, rows)
-    text = describe(failed)
-    assert failed.plan == diagnosed.plan
-    assert "Do nothing" not in text
-    assert "times as fast; lossy; loss +29 % (gpt, AdamW, 300 steps); predicted, because no way could be tried" in text
-    assert "\nIn doubt: no way but stock DDP could be tried" in text
+    text, names = describe(failed), ", ".join(row.name for row in failed.failed)
+    assert failed.plan.does_nothing
+    assert failed.advice.name == failed.best_exact[0] == STOCK
+    assert failed.stock_step_seconds == pytest.approx(1.0)
+    assert f"do nothing: {names} failed when tried, and nothing else is proven\n" in text
+    assert f"Do nothing. {names} failed when tried, and nothing else is proven.\n" in text
     assert "failed: OSError" in text
+    assert "rerun with --compress" not in text
+    assert f"{names} failed when tried" in build_report(failed).html()
+
+
+def test_a_lossy_way_may_be_advised_where_another_exact_one_ran() -> None:
+    diagnosed = on_any_wire(with_tables(100))
+    stock, exact, *lossy = finalists(diagnosed)
+    other = replace(exact, name="exact, in another way")
+    diagnosed = replace(diagnosed, options=(*diagnosed.options, other))
+    rows = [Confirmed(stock.name, 1.0, 1.0), Confirmed(exact.name, 1.0, None, "failed: OSError")]
+    rows += [Confirmed(other.name, 1.0, 0.9), *(Confirmed(way.name, 1.0, 0.5) for way in lossy)]
+    assert confirm(diagnosed, rows).advice.name == lossy[0].name
+
+
+def test_without_the_steps_of_stock_ddp_there_is_no_verdict() -> None:
     with pytest.raises(ValueError, match="failed under stock DDP"):
-        confirm(diagnosed, [Confirmed(STOCK, 1.0, None, "failed: OSError")])
+        confirm(diagnosis(100), [Confirmed(STOCK, 1.0, None, "failed: OSError")])
 
 
 @pytest.mark.parametrize("factor", [0.35, 0.6, 1.0, 2.0])

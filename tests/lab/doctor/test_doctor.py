@@ -67,7 +67,7 @@ def test_a_fast_link_is_not_exposed_and_nothing_is_done() -> None:
     assert fast.plan.does_nothing
     text = describe(fast)
     assert "\nExposed?             no: 0.0% of a step waits" in text
-    assert "\nRecommended          do nothing: no exact way is faster than stock DDP by more than 3 %" in text
+    assert "\nRecommended          do nothing, by prediction: no exact way is faster than stock DDP by more than 3 %" in text
     assert text.endswith("\nDo nothing. Stock DDP is as good as anything here, and simpler.\n")
     assert "import thinwire" not in text
 
@@ -120,10 +120,10 @@ thinwire doctor: a test
 Model                8 parameters, 3.3 MB of gradients
 Ranks                4 on 4 hosts, cpu
 Link                 100 Mbit/s a rank, 1.00 ms for an all-to-all round, 1.00 ms to one rank
-A step of stock DDP  472.9 ms: forward and the rest 30.0 ms, backward 80.0 ms, waiting for the network 362.9 ms
+A step of stock DDP  472.9 ms, predicted: forward and the rest 30.0 ms, backward 80.0 ms, waiting for the network 362.9 ms
 Exposed?             yes: 77% of a step waits for the network
-Best exact way       exact, cupcake: 452.9 ms a step, 1.04 times as fast
-Recommended          top_k:density=0.01 by all_gather, buckets of DDP: 116.4 ms a step, 4.06 times as fast; {LOSSY}
+Best exact way       exact, cupcake: 452.9 ms a step, 1.04 times as fast; predicted
+Recommended          top_k:density=0.01 by all_gather, buckets of DDP: 116.4 ms a step, 4.06 times as fast; {LOSSY}; predicted
 Compression pays     on links below about 530 Mbit/s
 An exact way pays    on links below about 940 Mbit/s
 
@@ -134,6 +134,18 @@ Add, before the first step, with `model` the plain module on every rank, without
 
 It is lossy: compare the loss too, or take the exact way with --compress none.
 """
+
+
+def test_where_nothing_was_tried_the_screen_and_the_page_say_predicted() -> None:
+    fast = diagnosis(10_000)
+    text, page = describe(fast), build_report(fast).html()
+    assert re.search(r"\nA step of stock DDP +[0-9.]+ ms, predicted: forward", text)
+    assert re.search(r"\nBest exact way +.*; predicted\n", text)
+    assert re.search(r"\nRecommended +do nothing, by prediction: no exact way", text)
+    assert "a step, predicted." in page
+    assert "a step of stock DDP, predicted" in page
+    assert "predicted" not in describe(trained(fast, {})).partition("Trained for a few steps")[0]
+    assert "a step of stock DDP, measured" in build_report(trained(fast, {})).html()
 
 
 def test_another_algorithm_is_named_where_the_network_dominates_and_is_never_the_advice() -> None:

@@ -132,6 +132,11 @@ class Diagnosis:
         return any(row.measured_step_seconds is not None for row in self.confirmed)
 
     @property
+    def source(self) -> str:
+        """What the seconds of stock DDP are: "measured", or "predicted" where nothing was tried."""
+        return "measured" if self.is_measured else "predicted"
+
+    @property
     def backward_seconds(self) -> float:
         """Seconds of backward in a step of stock DDP, without waiting."""
         return self.plan.dense_seconds - self.exposed_seconds
@@ -480,7 +485,7 @@ def answers(diagnosis: Diagnosis) -> list[tuple[str, str]]:
         ("Link", measured.link.describe()),
         ("A step of stock DDP", _parts(diagnosis)),
         ("Exposed?", _exposure(diagnosis)),
-        ("Best exact way", _gain(diagnosis, *diagnosis.best_exact) + _untried(diagnosis, diagnosis.best_exact[0])),
+        ("Best exact way", _gain(diagnosis, *diagnosis.best_exact) + _source(diagnosis, diagnosis.best_exact[0])),
         *([] if diagnosis.lossless is None else [("Lossless sums", diagnosis.lossless.describe())]),
         ("Recommended", _verdict(diagnosis)),
         *_ranges(diagnosis),
@@ -504,15 +509,17 @@ def _row_jobs(measured: Measurement) -> list[RowJob]:
     ]
 
 
-def _untried(diagnosis: Diagnosis, name: str) -> str:
+def _source(diagnosis: Diagnosis, name: str) -> str:
+    """Return what stands behind the seconds of an option that were not measured."""
+    if not diagnosis.is_measured:
+        return "; predicted"
     return "; predicted, because it was not tried" if name in diagnosis.untried else ""
 
 
 def _parts(diagnosis: Diagnosis) -> str:
     """Return the step of stock DDP and its parts."""
-    measured = ", measured" if diagnosis.is_measured else ""
     return (
-        f"{format_seconds(diagnosis.stock_step_seconds)}{measured}: forward and the rest"
+        f"{format_seconds(diagnosis.stock_step_seconds)}, {diagnosis.source}: forward and the rest"
         f" {format_seconds(diagnosis.plan.other_seconds)}, backward {format_seconds(diagnosis.backward_seconds)},"
         f" waiting for the network {format_seconds(diagnosis.exposed_seconds)}"
     )
@@ -619,13 +626,13 @@ def _verdict(diagnosis: Diagnosis) -> str:
         lossy = "no lossy one that holds the loss reaches it 5 % sooner" if diagnosis.judgement else lossy
         held_back = f"{diagnosis.held_back}, which is lossy, or the best exact way was not tried"
         return (
-            f"do nothing: no exact way is faster than stock DDP by more than {100 * (WORTH - 1):.0f} %,"
+            f"do nothing{'' if diagnosis.is_measured else ', by prediction'}: no exact way is faster than stock DDP by more than {100 * (WORTH - 1):.0f} %,"
             + (f" no lossless sum by {100 * (TAKEN - 1):.0f} %," if diagnosis.measurement.dense_codes else "")
             + f" and {held_back if diagnosis.held_back else lossy}"
         )
     loss = loss_in_words(diagnosis, plan.choice)
     words = [_gain(diagnosis, plan.choice, plan.step_seconds), *(["lossy", loss] if loss else [])]
-    return "; ".join(words) + _untried(diagnosis, plan.choice)
+    return "; ".join(words) + _source(diagnosis, plan.choice)
 
 
 def _ranges(diagnosis: Diagnosis) -> list[tuple[str, str]]:

@@ -67,7 +67,10 @@ def test_a_fast_link_is_not_exposed_and_nothing_is_done() -> None:
     assert fast.plan.does_nothing
     text = describe(fast)
     assert "\nExposed?             no: 0.0% of a step waits" in text
-    assert "\nRecommended          do nothing, by prediction: no exact way is faster than stock DDP by more than 3 %" in text
+    assert (
+        "\nRecommended          do nothing, by prediction: no exact way is faster than stock DDP by more than 3 %"
+        in text
+    )
     assert text.endswith("\nDo nothing. Stock DDP is as good as anything here, and simpler.\n")
     assert "import thinwire" not in text
 

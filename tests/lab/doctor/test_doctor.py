@@ -705,6 +705,46 @@ def test_a_script_of_few_steps_says_how_many_are_needed(tmp_path: Path, monkeypa
         run_watched(recorder, script, [])
 
 
+@pytest.mark.parametrize("command", ["doctor train.py", "doctor digits", "plan --measure --job digits"])
+def test_kernels_are_compiled_with_a_line_of_progress_and_before_the_time_that_counts(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
+    now, deadlines = [0.0], []
+
+    def compile_ahead(names: object, on_progress: Any) -> None:
+        if now[0] == 0.0:
+            on_progress("Compiling kernels, once a machine, 9 to 21 s", 0, 0)
+            now[0] += 70.0
+
+    def measured(*arguments: object) -> Any:
+        now[0] += 10.0
+        return measurement(100)
+
+    def tried(
+        target: object, arguments: object, advised: Any, known: Any, network: object, tell: object, deadline: float
+    ) -> list[Confirmed]:
+        deadlines.append(deadline)
+        return [Confirmed(way.name, step_seconds(known, way), step_seconds(known, way)) for way, _ in advised]
+
+    monkeypatch.setattr("thinwire.lab.cli.doctor.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("thinwire.lab.testbed.kernels.compile_ahead", compile_ahead)
+    monkeypatch.setattr("thinwire.lab.analyze.steps.measure_script", measured)
+    monkeypatch.setattr("thinwire.lab.bench.measured.measure_on_hosts", measured)
+    monkeypatch.setattr(
+        "thinwire.lab.bench.measured.try_on_hosts", lambda *arguments: tried(0, 0, *arguments[1:3], 0, 0, 0)
+    )
+    monkeypatch.setattr(trials, "try_script", tried)
+    result = CliRunner().invoke(app, command.split())
+    assert result.exit_code == 0, result.output
+    assert "Compiling kernels, once a machine, 9 to 21 s ...\n" in result.stderr
+    assert "Compiling" not in result.stdout
+    assert now[0] == 80.0
+    assert deadlines in ([], [0], [70.0 + trials.BUDGET_SECONDS])
+    assert bool(deadlines) == command.startswith("doctor")
+
+
 def test_help_has_examples() -> None:
     output = invoke("--help").output
     assert "thinwire doctor lstm --hosts 8 --link 100mbit" in " ".join(output.split())

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from measured import codec, measurement, table
@@ -116,6 +117,8 @@ def test_the_screen() -> None:
 
 LOSS = "loss +29 % (gpt, AdamW, 300 steps)"
 LOSSY = f"lossy; {LOSS}"
+LOSSY_PREDICTED = f"{LOSSY}; predicted"
+PARTS = "forward and the rest 30.0 ms, backward 80.0 ms, waiting for the network 362.9 ms"
 
 SCREEN = f"""\
 thinwire doctor: a test
@@ -123,10 +126,10 @@ thinwire doctor: a test
 Model                8 parameters, 3.3 MB of gradients
 Ranks                4 on 4 hosts, cpu
 Link                 100 Mbit/s a rank, 1.00 ms for an all-to-all round, 1.00 ms to one rank
-A step of stock DDP  472.9 ms, predicted: forward and the rest 30.0 ms, backward 80.0 ms, waiting for the network 362.9 ms
+A step of stock DDP  472.9 ms, predicted: {PARTS}
 Exposed?             yes: 77% of a step waits for the network
 Best exact way       exact, cupcake: 452.9 ms a step, 1.04 times as fast; predicted
-Recommended          top_k:density=0.01 by all_gather, buckets of DDP: 116.4 ms a step, 4.06 times as fast; {LOSSY}; predicted
+Recommended          top_k:density=0.01 by all_gather, buckets of DDP: 116.4 ms a step, 4.06 times as fast; {LOSSY_PREDICTED}
 Compression pays     on links below about 530 Mbit/s
 An exact way pays    on links below about 940 Mbit/s
 
@@ -703,6 +706,52 @@ def test_a_script_of_few_steps_says_how_many_are_needed(tmp_path: Path, monkeypa
     recorder.num_models = 1
     with pytest.raises(ScriptFailed, match=r"train.py ended before 7 training steps were timed: let it train longer"):
         run_watched(recorder, script, [])
+
+
+PLAIN = """
+import torch
+model = torch.nn.Linear(4, 4)
+{sharded}
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(20):
+    model(torch.ones(2, 4)).sum().backward()
+    {attach}
+    optimizer.step()
+"""
+SHARDED = """
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+fully_shard(model, mesh=dist.init_device_mesh("cpu", (1,)))
+"""
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("attach", ["", "__import__('thinwire').attach(model)"])
+@pytest.mark.parametrize(
+    ("sharded", "says", "says_not"),
+    [
+        ("", "wrap it in torch.nn.parallel.DistributedDataParallel", "fully_shard"),
+        (SHARDED, "`thinwire.attach(model)` works with fully_shard", "DistributedDataParallel"),
+    ],
+    ids=["plain", "FSDP2"],
+)
+def test_a_script_without_ddp_ends_at_the_first_step_of_its_optimizer(
+    sharded: str, says: str, says_not: str, attach: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    script = tmp_path / "train.py"
+    script.write_text(PLAIN.format(sharded=sharded, attach=attach))
+    try:
+        with pytest.raises((ScriptFailed, ValueError)) as caught:
+            run_watched(StepRecorder(How(steps=4)), script, [])
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+    assert says in str(caught.value)
+    assert says_not not in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("command", ["doctor train.py", "doctor digits", "plan --measure --job digits"])

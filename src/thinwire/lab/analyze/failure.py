@@ -10,7 +10,7 @@ import math
 import signal
 import sysconfig
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -61,6 +61,18 @@ def raised_by_script(script: str, *passed: type[Exception]) -> Iterator[None]:
         raise ScriptError(f"{_EXITED}({code})") from None
     except Exception as error:
         raise ScriptError(_text_of(error, script)) from None
+
+
+def leaving_with_error(leave: Callable[..., object]) -> Callable[[str], object]:
+    """Return a function that ends a rank with a sentence about its script; ``leave`` is that of its `RankContext`."""
+
+    def end(sentence: str) -> None:
+        def result() -> None:
+            raise ScriptError(sentence)
+
+        leave(result)
+
+    return end
 
 
 def first_error(failed: RanksFailed) -> tuple[int, str] | None:

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
+from pathlib import Path
 from typing import Any, Protocol
 from unittest import mock
 from weakref import WeakKeyDictionary
@@ -14,8 +15,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from thinwire.lab.analyze.failure import ScriptFailed
 from thinwire.lab.analyze.recording import RankRecording, Table, TableSteps
+from thinwire.lab.harmless import why_not_measured
 from thinwire.lab.planning.ready import nonzero_rows
 from thinwire.rows.sparse import Layout
 
@@ -34,9 +39,22 @@ class Watch(Protocol):
 
 
 class ScriptWatcher(Protocol):
-    """Interface of a watcher of a script's models, which may end the script."""
+    """Interface of a watcher of a script's models, which may end the script.
+
+    Attributes:
+        num_models: number of models seen so far.
+        on_missing: function called with a sentence where an optimizer steps before there is any; it ends the script.
+    """
+
+    num_models: int
+    on_missing: Callable[[str], object]
 
     def watch(self, model: DistributedDataParallel) -> Watch: ...
+
+
+def fail(sentence: str) -> None:
+    """Raise ScriptFailed."""
+    raise ScriptFailed(sentence)
 
 
 class Recorder:
@@ -52,6 +70,7 @@ class Recorder:
         """Called after each step of the first model with their number."""
         self.on_enough: Callable[[], object] = sys.exit
         """Called to end the script."""
+        self.on_missing: Callable[[str], object] = fail
         self.num_models = 0
         self._tables: dict[str, TableSteps] = {}
 
@@ -124,8 +143,8 @@ class ModelWatch:
 
 
 @contextmanager
-def installed(recorder: ScriptWatcher) -> Iterator[None]:
-    """Watch every DDP model that this process builds, until the context ends."""
+def installed(recorder: ScriptWatcher, script: str) -> Iterator[None]:
+    """Watch every DDP model that this process builds, until the context ends; no optimizer may step before."""
     build, register = DistributedDataParallel.__init__, DistributedDataParallel.register_comm_hook
     watches: WeakKeyDictionary[DistributedDataParallel, Watch] = WeakKeyDictionary()
 
@@ -140,8 +159,18 @@ def installed(recorder: ScriptWatcher) -> Iterator[None]:
         self._check_comm_hook(hook)
         watches[self].hand_over_to(state, hook)
 
-    with mock.patch.multiple(DistributedDataParallel, __init__=init, register_comm_hook=register_comm_hook):
-        yield
+    def before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
+        del args, kwargs
+        if not recorder.num_models:
+            stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            recorder.on_missing(f"{Path(script).name} trains {why_not_measured(stepped)}")
+
+    handle = register_optimizer_step_pre_hook(before_step)
+    try:
+        with mock.patch.multiple(DistributedDataParallel, __init__=init, register_comm_hook=register_comm_hook):
+            yield
+    finally:
+        handle.remove()
 
 
 def _mean_as_stock(process_group: dist.ProcessGroup, gradient: Tensor) -> Future[Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from thinwire.lab.analyze.failure import ScriptFailed, naming_script, raised_by_script
+from thinwire.lab.analyze.failure import ScriptFailed, leaving_with_error, naming_script, raised_by_script
 from thinwire.lab.analyze.recorder import Recorder
 from thinwire.lab.analyze.recording import RankRecording, Recording, recording_of
 from thinwire.lab.analyze.trials import as_torchrun, run_on_ranks
@@ -68,6 +68,7 @@ def _record_rank(context: RankContext, script: str, arguments: list[str], steps:
     as_torchrun(context)
     recorder = Recorder(steps, context.send if context.rank == 0 else lambda done: None)
     recorder.on_enough = lambda: context.leave(recorder.recording)
+    recorder.on_missing = leaving_with_error(context.leave)
     with raised_by_script(script), harmless():
         run_recorded(recorder, script, arguments)
     return recorder.recording()

@@ -24,7 +24,7 @@ def run_recorded(recorder: ScriptWatcher, script: str, arguments: list[str]) -> 
     """Run a script as ``python SCRIPT ARGS...`` would. Its errors pass through, an orderly exit is swallowed."""
     from thinwire.lab.analyze.recorder import installed
 
-    with installed(recorder):
+    with installed(recorder, script):
         run_as_main(script, arguments)
 
 

@@ -399,9 +399,9 @@ def confirm(diagnosis: Diagnosis, trained: Sequence[Confirmed]) -> Diagnosis:
     """Return the diagnosis with the measured seconds of options, which decide.
 
     An exact way that was not tried keeps its predicted seconds; while it is the best exact one, none that compresses
-    is recommended, and none where every exact way but stock DDP failed. What failed is never advised. The seconds of computing were measured apart;
-    they are cut to the shortest measured step, which computes no less. A measured step that the wire forbids, or far
-    from its prediction, is an error.
+    is recommended, and none where every exact way but stock DDP failed. What failed is never advised. The seconds of
+    computing were measured apart; they are cut to the shortest measured step, which computes no less. A measured step
+    that the wire forbids, or far from its prediction, is an error.
 
     Args:
         trained: options of `finalists`, stock DDP among them.
@@ -626,7 +626,8 @@ def _verdict(diagnosis: Diagnosis) -> str:
         lossy = "no lossy one that holds the loss reaches it 5 % sooner" if diagnosis.judgement else lossy
         held_back = f"{diagnosis.held_back}, which is lossy, or the best exact way was not tried"
         return (
-            f"do nothing{'' if diagnosis.is_measured else ', by prediction'}: no exact way is faster than stock DDP by more than {100 * (WORTH - 1):.0f} %,"
+            f"do nothing{'' if diagnosis.is_measured else ', by prediction'}: no exact way is faster than stock DDP by more"
+            f" than {100 * (WORTH - 1):.0f} %,"
             + (f" no lossless sum by {100 * (TAKEN - 1):.0f} %," if diagnosis.measurement.dense_codes else "")
             + f" and {held_back if diagnosis.held_back else lossy}"
         )

@@ -145,9 +145,10 @@ class StepBoundary:
     """A watcher that says of each forward whether it begins a step.
 
     A step is what lies between two steps of the model's optimizer. torch calls one global hook after each
-    ``Optimizer.step``: also after those that Accelerate, Lightning or a GradScaler wraps. One that a GradScaler skips is
-    a step too: while gradients are local, it skips on some ranks what others make. So accumulation, several forwards and several backwards a step need no rules of their own. Forwards alone
-    cannot tell: a contrastive training has two a step. Nor can synchronized backwards: GradCache has many.
+    ``Optimizer.step``: also after those that Accelerate, Lightning or a GradScaler wraps. One that a GradScaler skips
+    is a step too: while gradients are local, it skips on some ranks what others make. So accumulation, several forwards
+    and several backwards a step need no rules of their own. Forwards alone cannot tell: a contrastive training has two
+    a step. Nor can synchronized backwards: GradCache has many.
     Where no torch optimizer has the model's parameters, a step ends with each synchronized backward, and with an
     optimizer no step ends before one: ranks that step alone have not synchronized yet.
 

@@ -26,8 +26,10 @@ from thinwire.gradients.module import is_dtensor
 def harmless() -> Iterator[None]:
     """Have Checkpointers, and DCP's writers and readers of hosts' memory, do nothing, and refuse ranks of other jobs.
 
+    The back end "thinwire" codes nothing: it is Gloo and NCCL, with which ways are compared.
     It holds for all that have a `Checkpointer` inside, such as the callbacks of trainers.
     """
+    from thinwire import backend
     from thinwire.checkpoint.checkpointer import Checkpointer
     from thinwire.checkpoint.dcp.memory import MemoryReader, MemoryWriter
     from thinwire.outer.members import Members
@@ -45,6 +47,9 @@ def harmless() -> Iterator[None]:
                 if callable(value) or name in ("step", "steps"):
                     undo.enter_context(mock.patch.object(kind, name, value))
         undo.enter_context(mock.patch.object(Members, "prepare", prepare_own))
+        plain = lambda made, settings: backend.ThinwireGroup(made, backend.Options(dense="native"))  # noqa: E731
+        undo.enter_context(mock.patch.object(backend, "create", plain))
+        undo.enter_context(mock.patch.object(backend.ThinwireGroup, "_scale", _nothing))  # of sparse sums too
         yield
 
 

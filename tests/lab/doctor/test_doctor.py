@@ -117,7 +117,7 @@ def test_the_screen() -> None:
 
 LOSS = "loss +29 % (gpt, AdamW, 300 steps)"
 LOSSY = f"lossy; {LOSS}"
-LOSSY_PREDICTED = f"{LOSSY}; predicted"
+PREDICTED = f"{LOSSY}; predicted"
 PARTS = "forward and the rest 30.0 ms, backward 80.0 ms, waiting for the network 362.9 ms"
 
 SCREEN = f"""\
@@ -129,7 +129,7 @@ Link                 100 Mbit/s a rank, 1.00 ms for an all-to-all round, 1.00 ms
 A step of stock DDP  472.9 ms, predicted: {PARTS}
 Exposed?             yes: 77% of a step waits for the network
 Best exact way       exact, cupcake: 452.9 ms a step, 1.04 times as fast; predicted
-Recommended          top_k:density=0.01 by all_gather, buckets of DDP: 116.4 ms a step, 4.06 times as fast; {LOSSY_PREDICTED}
+Recommended          top_k:density=0.01 by all_gather, buckets of DDP: 116.4 ms a step, 4.06 times as fast; {PREDICTED}
 Compression pays     on links below about 530 Mbit/s
 An exact way pays    on links below about 940 Mbit/s
 

@@ -75,6 +75,8 @@ class StepRecorder:
             )
             self._watch, self._hook = watch, Unsynchronized(model.module, self.leave_out, watch.take)
             self._site = replace(find_site(), follows_plans=follows_plans(model))
+            if dist.get_backend(model.process_group) == "thinwire":
+                self._left_out.append('the word "thinwire" of init_process_group')
             self._on_stage("training steps")
             return self._hook
         return Unsynchronized(model.module, self.leave_out)

@@ -626,8 +626,8 @@ def _verdict(diagnosis: Diagnosis) -> str:
         lossy = "no lossy one that holds the loss reaches it 5 % sooner" if diagnosis.judgement else lossy
         held_back = f"{diagnosis.held_back}, which is lossy, or the best exact way was not tried"
         return (
-            f"do nothing{'' if diagnosis.is_measured else ', by prediction'}: no exact way is faster than stock DDP by more"
-            f" than {100 * (WORTH - 1):.0f} %,"
+            f"do nothing{'' if diagnosis.is_measured else ', by prediction'}: no exact way is faster than stock DDP by"
+            f" more than {100 * (WORTH - 1):.0f} %,"
             + (f" no lossless sum by {100 * (TAKEN - 1):.0f} %," if diagnosis.measurement.dense_codes else "")
             + f" and {held_back if diagnosis.held_back else lossy}"
         )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import textwrap
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 import thinwire
 from compiled import own_cache
 from holders import SECRET, running_holders
+from thinwire.backend import stats
 from thinwire.checkpoint import Checkpointer, MemoryReader, MemoryWriter
 from thinwire.checkpoint.holder.client import HolderClient
 from thinwire.lab.analyze.run import run_script
@@ -221,6 +224,33 @@ def test_what_keeps_checkpoints_does_nothing_without_a_holder_or_ranks(tmp_path:
         writer.close()
         reader.close()
     assert Checkpointer.restore is restore
+
+
+def sum_by_the_word(context: RankContext, is_harmless: bool) -> dict[str, str]:
+    """Return what the back end "thinwire" decided about a large dense and a sparse sum of two ranks."""
+    os.environ["THINWIRE_BACKEND"] = "dense=lossless,rows=zen"
+    store = torch.distributed.FileStore(str(Path("store").absolute()), 2)
+    with harmless() if is_harmless else nullcontext():
+        torch.distributed.init_process_group("thinwire", store=store, rank=context.rank, world_size=2)
+        dense, rows = torch.full((100_000,), 1.5), torch.sparse_coo_tensor([[context.rank, 2]], [1.0, 2.0], (4,))
+        torch.distributed.all_reduce(dense)
+        torch.distributed.all_reduce(rows)
+        assert dense.eq(3.0).all()
+        assert rows.to_dense().tolist() == [1.0, 1.0, 4.0, 0.0]
+        decided = {name: count["decision"] for name, count in stats().items()}
+        torch.distributed.destroy_process_group()
+    return decided
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("is_harmless", [False, True])
+def test_the_back_end_thinwire_codes_nothing_while_a_script_is_measured(
+    is_harmless: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else stock DDP, with which ways are compared, would be coded itself."""
+    monkeypatch.chdir(tmp_path)
+    for decided in run_on_ranks(sum_by_the_word, is_harmless, world_size=2, network=None, kernels=()):
+        assert set(decided.values()) == ({"native"} if is_harmless else {"lossless", "zen"}), decided
 
 
 def test_members_of_other_jobs_are_refused() -> None:

@@ -7,26 +7,29 @@ run goes on from.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from importlib import import_module
 from typing import Any
 from unittest import mock
 
-from torch import nn
+from torch import Tensor, nn
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from thinwire.errors import ThinwireError
+from thinwire.gradients.module import is_dtensor
 
 
 @contextmanager
 def harmless() -> Iterator[None]:
     """Have Checkpointers, and DCP's writers and readers of hosts' memory, do nothing, and refuse ranks of other jobs.
 
+    The back end "thinwire" codes nothing: it is Gloo and NCCL, with which ways are compared.
     It holds for all that have a `Checkpointer` inside, such as the callbacks of trainers.
     """
+    from thinwire import backend
     from thinwire.checkpoint.checkpointer import Checkpointer
     from thinwire.checkpoint.dcp.memory import MemoryReader, MemoryWriter
     from thinwire.outer.members import Members
@@ -44,6 +47,9 @@ def harmless() -> Iterator[None]:
                 if callable(value) or name in ("step", "steps"):
                     undo.enter_context(mock.patch.object(kind, name, value))
         undo.enter_context(mock.patch.object(Members, "prepare", prepare_own))
+        plain = lambda made, settings: backend.ThinwireGroup(made, backend.Options(dense="native"))  # noqa: E731
+        undo.enter_context(mock.patch.object(backend, "create", plain))
+        undo.enter_context(mock.patch.object(backend.ThinwireGroup, "_scale", _nothing))  # of sparse sums too
         yield
 
 
@@ -91,6 +97,19 @@ class _NoReader:
         raise ThinwireError("no checkpoint is read while a script is measured")
 
 
+def why_not_measured(parameters: Iterable[Tensor]) -> str:
+    """Return what a model is that is not measured, because no DDP has these parameters of it, and what to do."""
+    if any(map(is_dtensor, parameters)):
+        return (
+            "a sharded model, whose synchronization is not measured here; `thinwire.attach(model)` works with"
+            " fully_shard: compare the steps of the script with it and without"
+        )
+    return (
+        "a model without DistributedDataParallel, so there is no synchronization to measure: for this, wrap it in"
+        " torch.nn.parallel.DistributedDataParallel"
+    )
+
+
 @contextmanager
 def without_attach(on_call: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Make ``thinwire.attach`` and ``thinwire.outer.attach`` do nothing but call a function; their results do nothing.
@@ -102,10 +121,7 @@ def without_attach(on_call: Callable[[], None] = lambda: None) -> Iterator[None]
     def do_nothing(model: nn.Module, *args: object, **kwargs: object) -> _NotAttached:
         wrapped = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
         if not wrapped:
-            raise ValueError(
-                "the doctor compares with DistributedDataParallel, and this model is attached without: wrap it in that"
-                " for the diagnosis"
-            )
+            raise ValueError(f"this line attaches {why_not_measured(model.parameters())}")
         on_call()
         return _NotAttached(wrapped[0])
 

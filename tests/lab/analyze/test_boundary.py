@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -203,6 +204,27 @@ def test_an_optimizer_step_without_a_synchronized_backward_ends_no_step(quiet: l
         boundary.gradient()
         optimizer.step()
     assert begun == [True, False, False] * 3
+
+
+def test_a_step_that_a_scaler_skips_ends_a_step_on_every_rank() -> None:
+    """Gradients are local while a script is measured, so one rank skips a step that the others make."""
+    begun = []
+    for values in ([1.0, math.inf, 1.0, math.inf], [1.0, 1.0, 1.0, 1.0]):
+        model = nn.Linear(2, 1)
+        boundary = StepBoundary(model.parameters())
+        optimizer, scaler = torch.optim.SGD(model.parameters()), torch.amp.GradScaler("cpu")
+        for value in values:
+            begun.append(boundary.forward())
+            scaler.scale(model(torch.full((1, 2), value)).sum()).backward()
+            boundary.gradient()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        assert boundary.is_over
+        assert boundary.optimizers == ["SGD"]
+        boundary.close()
+    assert begun == [True] * 8
+    assert torch.amp.GradScaler.step.__module__.startswith("torch"), "as it was"
 
 
 def test_an_optimizer_that_never_steps_is_not_waited_for_for_ever(quiet: list[StepBoundary]) -> None:

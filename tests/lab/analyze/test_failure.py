@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import signal
-from pathlib import Path
 
 import pytest
 
-from thinwire.lab.analyze.failure import describe, kept
+from thinwire.lab.analyze.failure import ScriptError, describe
+from thinwire.lab.testbed.launch import Outcome, RanksFailed
 
 LOST = "RuntimeError: [tcp] Connection closed by peer [127.0.0.1]:1234"
 VALUE = "ValueError: the loss is not a number"
 EXITED = "it called sys.exit(3)"
+RAISED = f"Traceback (most recent call last):\n{ScriptError.__module__}.{ScriptError.__name__}: "
 
 
 @pytest.mark.parametrize(
@@ -24,22 +24,22 @@ EXITED = "it called sys.exit(3)"
         ({1: EXITED}, {0: -signal.SIGSEGV}, "ended on rank 1: it called sys.exit(3)"),
         ({1: VALUE, 0: "KeyError: 'late'"}, {0: 1, 1: 1}, VALUE),
         ({0: LOST}, {0: 1, 1: 4}, "exit status 4 on rank 1"),
+        ({0: LOST}, {0: 1, 1: 0}, "exit status 0 on rank 1"),
         ({}, {0: -signal.SIGABRT, 1: 4}, "exit status 4 on rank 1"),
         ({0: LOST}, {0: 1, 1: -signal.SIGKILL}, "rank 1 was killed by SIGKILL"),
-        ({}, {0: -signal.SIGTERM, 1: -signal.SIGKILL}, "rank 1 was killed by SIGKILL"),
-        ({0: LOST}, {0: 1, 1: -signal.SIGTERM}, LOST),
+        ({}, {1: -signal.SIGKILL, 0: -signal.SIGABRT}, "rank 1 was killed by SIGKILL"),
+        ({0: LOST}, {0: 1}, LOST),
         ({0: "thinwire.errors.LostPeerError: rank 0: rank 1 is gone"}, {1: -signal.SIGKILL}, "killed by SIGKILL"),
     ],
 )
 def test_an_error_beats_an_exit_and_that_a_signal(
     errors: dict[int, str], exit_codes: dict[int, int], last: str
 ) -> None:
-    assert last in describe("train.py", errors, exit_codes).splitlines()[-1]
-
-
-def test_errors_are_read_in_the_order_in_which_they_happened(tmp_path: Path) -> None:
-    for rank, seconds in ((0, 30), (2, 10), (10, 20)):
-        file = tmp_path / f"rank{rank}.error"
-        file.write_text(f"error {rank}")
-        os.utime(file, (seconds, seconds))
-    assert list(kept(tmp_path).items()) == [(2, "error 2"), (10, "error 10"), (0, "error 0")]
+    """Ranks fail in the order in which they stand here."""
+    texts = {rank: RAISED + text for rank, text in errors.items()}
+    order = [*errors, *(rank for rank in exit_codes if rank not in errors)]
+    outcomes = [
+        Outcome(rank, None, texts.get(rank), exit_codes.get(rank), float(order.index(rank))) for rank in sorted(order)
+    ]
+    returned = Outcome(2, [], None, 0)
+    assert last in describe("train.py", RanksFailed("", [*outcomes, returned])).splitlines()[-1]

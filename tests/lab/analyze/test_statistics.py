@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from typer.testing import CliRunner
 
 from thinwire.lab.analyze.prediction import PREDICTED_RANKS
 from thinwire.lab.analyze.recorder import nonzero_rows
-from thinwire.lab.analyze.recording import Recording, Table, TableSteps, load, save_rank
+from thinwire.lab.analyze.recording import RankRecording, Recording, Table, TableSteps, recording_of
 from thinwire.lab.analyze.report import build_report
 from thinwire.lab.analyze.run import run_script
 from thinwire.lab.analyze.statistics import densification_curve, fit_exponent, owner_load, table_statistics
@@ -182,24 +183,22 @@ TABLE = Table("words", NUM_ROWS, WIDTH, "float32", "sparse")
 BIAS = Table("bias", 4, 1, "float32", "dense")
 
 
-def rank_files(directory: Path, steps: list[int], tables: list[Table] | None = None) -> list[Path]:
+def ranks_of(steps: Sequence[int], tables: list[Table] | None = None) -> list[RankRecording]:
     """Rank r saw so many steps; in step s it touched the rows s and 10 + r."""
-    paths = []
+    ranks = []
     for rank, count in enumerate(steps):
         ids = [ids_of(step, 10 + rank) for step in range(count)]
         words = TableSteps(tables[rank] if tables else TABLE, [2 / NUM_ROWS] * count, list(ids))
-        bias = TableSteps(BIAS, [1.0] * count, [None] * count)
-        paths.append(directory / f"{rank}.npz")
-        save_rank(paths[-1], 1, [words, bias])
-    return paths
+        ranks.append((1, [words, TableSteps(BIAS, [1.0] * count, [None] * count)]))
+    return ranks
 
 
-def recorded(directory: Path, steps: tuple[int, ...] = (3, 3)) -> Recording:
-    return load(rank_files(directory, list(steps)))
+def recorded(steps: tuple[int, ...] = (3, 3)) -> Recording:
+    return recording_of(ranks_of(steps))
 
 
-def test_a_recording_comes_back_as_it_was(tmp_path: Path) -> None:
-    recording = recorded(tmp_path)
+def test_a_recording_has_what_all_ranks_saw() -> None:
+    recording = recorded()
     assert recording.tables == (TABLE, BIAS)
     assert recording.densities["bias"].tolist() == [[1.0, 1.0]] * 3
     assert list(recording.traces) == ["words"]
@@ -207,19 +206,19 @@ def test_a_recording_comes_back_as_it_was(tmp_path: Path) -> None:
     assert ids == [[[step, 10], [step, 11]] for step in range(3)]
 
 
-def test_steps_that_a_rank_did_not_reach_are_left_out(tmp_path: Path) -> None:
-    recording = recorded(tmp_path, (3, 2))
+def test_steps_that_a_rank_did_not_reach_are_left_out() -> None:
+    recording = recorded((3, 2))
     assert recording.num_steps == len(recording.traces["words"].steps) == 2
 
 
-def test_ranks_with_different_models_are_refused(tmp_path: Path) -> None:
+def test_ranks_with_different_models_are_refused() -> None:
     other = Table("words", NUM_ROWS, WIDTH + 1, "float32", "sparse")
     with pytest.raises(ValueError, match="rank 1 synchronized other parameters"):
-        load(rank_files(tmp_path, [1, 1], [TABLE, other]))
+        recording_of(ranks_of([1, 1], [TABLE, other]))
 
 
-def test_json_has_the_promised_fields(tmp_path: Path) -> None:
-    figures = json.loads(json.dumps(Analysis.of(recorded(tmp_path), "train.py", 5).to_json()))
+def test_json_has_the_promised_fields() -> None:
+    figures = json.loads(json.dumps(Analysis.of(recorded(), "train.py", 5).to_json()))
     assert (figures["workers"], figures["steps"], figures["steps_wanted"]) == (2, 3, 5)
     (words,) = figures["parameters"]
     assert words["name"] == "words"
@@ -236,8 +235,8 @@ def test_json_has_the_promised_fields(tmp_path: Path) -> None:
     assert figures["others"][0]["density_mean"] == 1
 
 
-def test_page_has_its_pictures_and_escapes_names(tmp_path: Path) -> None:
-    analysis = Analysis.of(recorded(tmp_path), "<b>train.py", 5)
+def test_page_has_its_pictures_and_escapes_names() -> None:
+    analysis = Analysis.of(recorded(), "<b>train.py", 5)
     page = build_report(analysis).html()
     assert page.count("<figure") == 5
     assert "<b>train" not in page
@@ -246,10 +245,9 @@ def test_page_has_its_pictures_and_escapes_names(tmp_path: Path) -> None:
         assert name in page
 
 
-def test_page_without_sparse_tables(tmp_path: Path) -> None:
-    path = tmp_path / "0.npz"
-    save_rank(path, 1, [TableSteps(BIAS, [1.0], [None])])
-    analysis = Analysis.of(load([path, path]), "train.py", 1)
+def test_page_without_sparse_tables() -> None:
+    alike = (1, [TableSteps(BIAS, [1.0], [None])])
+    analysis = Analysis.of(recording_of([alike, alike]), "train.py", 1)
     assert "No parameter has a sparse gradient" in build_report(analysis).html()
     with pytest.raises(ValueError, match="no trace to record"):
         analysis.largest_trace()

@@ -10,6 +10,7 @@ import secrets
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -19,10 +20,13 @@ import typer
 from typer.testing import CliRunner
 
 import thinwire
+from measured import measurement
 from thinwire.lab.cli import bench, main
 from thinwire.lab.cli.commands import FORMER, OPTIONS, Command, ScriptCommand, load, option
 from thinwire.lab.cli.output import clear_errors, open_console, write_json
 from thinwire.lab.missing import missing_package
+from thinwire.lab.plot import save_picture
+from thinwire.lab.report import Report
 
 GROUPS = {"thinwire": main._Commands.lazy, "thinwire bench": bench._Benchmarks.lazy}
 
@@ -225,7 +229,24 @@ def test_only_what_thinwire_wrote_is_overwritten(tmp_path: Path) -> None:
     open_console({"--json": plan})
     write_json({"steps": 1}, plan)
     open_console({"--json": plan, "--output": plan})
-    for content in ('"my only copy"', '{"my": "only copy"}', "import thinwire"):
+    replace(measurement(100), environment={"thinwire": "0.2"}).save(plan)
+    open_console({"--measurement": plan})
+    page, picture = tmp_path / "page.html", tmp_path / "picture.svg"
+    Report("thinwire").write(page)
+    save_picture(lambda axes: None, picture, 2.0, "a title")
+    open_console({"--report": page, "--picture": picture})
+    for content in (
+        '"my only copy"',
+        '{"my": "only copy"}',
+        "import thinwire",
+        '{"package": "thinwire", "losses": [0.1]}',
+        '{"config": {"written_by": "thinwire", "fingerprint": 1}}',
+        '{"fingerprint": "of my own"}',
+        '{"environment": "thinwire"}',
+        '[{"written_by": "thinwire"}]',
+        '{"written_by": "thinwire"',
+        "<html>notes on thinwire: it is fast</html>",
+    ):
         foreign.write_text(content)
         with pytest.raises(typer.BadParameter, match="exists, and thinwire did not write it: remove it"):
             open_console({"--json": foreign})

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from measured import codec, measurement, table
@@ -67,7 +68,10 @@ def test_a_fast_link_is_not_exposed_and_nothing_is_done() -> None:
     assert fast.plan.does_nothing
     text = describe(fast)
     assert "\nExposed?             no: 0.0% of a step waits" in text
-    assert "\nRecommended          do nothing: no exact way is faster than stock DDP by more than 3 %" in text
+    assert (
+        "\nRecommended          do nothing, by prediction: no exact way is faster than stock DDP by more than 3 %"
+        in text
+    )
     assert text.endswith("\nDo nothing. Stock DDP is as good as anything here, and simpler.\n")
     assert "import thinwire" not in text
 
@@ -113,6 +117,8 @@ def test_the_screen() -> None:
 
 LOSS = "loss +29 % (gpt, AdamW, 300 steps)"
 LOSSY = f"lossy; {LOSS}"
+PREDICTED = f"{LOSSY}; predicted"
+PARTS = "forward and the rest 30.0 ms, backward 80.0 ms, waiting for the network 362.9 ms"
 
 SCREEN = f"""\
 thinwire doctor: a test
@@ -120,10 +126,10 @@ thinwire doctor: a test
 Model                8 parameters, 3.3 MB of gradients
 Ranks                4 on 4 hosts, cpu
 Link                 100 Mbit/s a rank, 1.00 ms for an all-to-all round, 1.00 ms to one rank
-A step of stock DDP  472.9 ms: forward and the rest 30.0 ms, backward 80.0 ms, waiting for the network 362.9 ms
+A step of stock DDP  472.9 ms, predicted: {PARTS}
 Exposed?             yes: 77% of a step waits for the network
-Best exact way       exact, cupcake: 452.9 ms a step, 1.04 times as fast
-Recommended          top_k:density=0.01 by all_gather, buckets of DDP: 116.4 ms a step, 4.06 times as fast; {LOSSY}
+Best exact way       exact, cupcake: 452.9 ms a step, 1.04 times as fast; predicted
+Recommended          top_k:density=0.01 by all_gather, buckets of DDP: 116.4 ms a step, 4.06 times as fast; {PREDICTED}
 Compression pays     on links below about 530 Mbit/s
 An exact way pays    on links below about 940 Mbit/s
 
@@ -134,6 +140,18 @@ Add, before the first step, with `model` the plain module on every rank, without
 
 It is lossy: compare the loss too, or take the exact way with --compress none.
 """
+
+
+def test_where_nothing_was_tried_the_screen_and_the_page_say_predicted() -> None:
+    fast = diagnosis(10_000)
+    text, page = describe(fast), build_report(fast).html()
+    assert re.search(r"\nA step of stock DDP +[0-9.]+ ms, predicted: forward", text)
+    assert re.search(r"\nBest exact way +.*; predicted\n", text)
+    assert re.search(r"\nRecommended +do nothing, by prediction: no exact way", text)
+    assert "a step, predicted." in page
+    assert "a step of stock DDP, predicted" in page
+    assert "predicted" not in describe(trained(fast, {})).partition("Trained for a few steps")[0]
+    assert "a step of stock DDP, measured" in build_report(trained(fast, {})).html()
 
 
 def test_another_algorithm_is_named_where_the_network_dominates_and_is_never_the_advice() -> None:
@@ -275,19 +293,39 @@ def test_a_way_that_failed_is_listed_and_not_taken() -> None:
     )
 
 
-def test_where_every_way_failed_the_prediction_stands_and_is_doubted() -> None:
-    diagnosed = diagnosis(100, world_size=4)
+@pytest.mark.parametrize("failing", ["every way", "exact ways"])
+def test_a_way_that_failed_is_never_advised_and_no_lossy_one_where_the_exact_one_failed(failing: str) -> None:
+    diagnosed = on_any_wire(with_tables(100))
     stock, *others = finalists(diagnosed)
-    rows = [Confirmed(stock.name, 1.0, 1.0), *(Confirmed(way.name, 1.0, None, "failed: OSError") for way in others)]
+    rows = [Confirmed(stock.name, 1.0, 1.0)]
+    for way in others:
+        fails = failing == "every way" or way.is_exact
+        rows.append(Confirmed(way.name, 1.0, None if fails else 0.5, "failed: OSError" if fails else ""))
     failed = confirm(diagnosed, rows)
-    text = describe(failed)
-    assert failed.plan == diagnosed.plan
-    assert "Do nothing" not in text
-    assert "times as fast; lossy; loss +29 % (gpt, AdamW, 300 steps); predicted, because no way could be tried" in text
-    assert "\nIn doubt: no way but stock DDP could be tried" in text
+    text, names = describe(failed), ", ".join(row.name for row in failed.failed)
+    assert failed.plan.does_nothing
+    assert failed.advice.name == failed.best_exact[0] == STOCK
+    assert failed.stock_step_seconds == pytest.approx(1.0)
+    assert f"do nothing: {names} failed when tried, and nothing else is proven\n" in text
+    assert f"Do nothing. {names} failed when tried, and nothing else is proven.\n" in text
     assert "failed: OSError" in text
+    assert "rerun with --compress" not in text
+    assert f"{names} failed when tried" in build_report(failed).html()
+
+
+def test_a_lossy_way_may_be_advised_where_another_exact_one_ran() -> None:
+    diagnosed = on_any_wire(with_tables(100))
+    stock, exact, *lossy = finalists(diagnosed)
+    other = replace(exact, name="exact, in another way")
+    diagnosed = replace(diagnosed, options=(*diagnosed.options, other))
+    rows = [Confirmed(stock.name, 1.0, 1.0), Confirmed(exact.name, 1.0, None, "failed: OSError")]
+    rows += [Confirmed(other.name, 1.0, 0.9), *(Confirmed(way.name, 1.0, 0.5) for way in lossy)]
+    assert confirm(diagnosed, rows).advice.name == lossy[0].name
+
+
+def test_without_the_steps_of_stock_ddp_there_is_no_verdict() -> None:
     with pytest.raises(ValueError, match="failed under stock DDP"):
-        confirm(diagnosed, [Confirmed(STOCK, 1.0, None, "failed: OSError")])
+        confirm(diagnosis(100), [Confirmed(STOCK, 1.0, None, "failed: OSError")])
 
 
 @pytest.mark.parametrize("factor", [0.35, 0.6, 1.0, 2.0])
@@ -668,6 +706,92 @@ def test_a_script_of_few_steps_says_how_many_are_needed(tmp_path: Path, monkeypa
     recorder.num_models = 1
     with pytest.raises(ScriptFailed, match=r"train.py ended before 7 training steps were timed: let it train longer"):
         run_watched(recorder, script, [])
+
+
+PLAIN = """
+import torch
+model = torch.nn.Linear(4, 4)
+{sharded}
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(20):
+    model(torch.ones(2, 4)).sum().backward()
+    {attach}
+    optimizer.step()
+"""
+SHARDED = """
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+fully_shard(model, mesh=dist.init_device_mesh("cpu", (1,)))
+"""
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("attach", ["", "__import__('thinwire').attach(model)"])
+@pytest.mark.parametrize(
+    ("sharded", "says", "says_not"),
+    [
+        ("", "wrap it in torch.nn.parallel.DistributedDataParallel", "fully_shard"),
+        (SHARDED, "`thinwire.attach(model)` works with fully_shard", "DistributedDataParallel"),
+    ],
+    ids=["plain", "FSDP2"],
+)
+def test_a_script_without_ddp_ends_at_the_first_step_of_its_optimizer(
+    sharded: str, says: str, says_not: str, attach: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    script = tmp_path / "train.py"
+    script.write_text(PLAIN.format(sharded=sharded, attach=attach))
+    try:
+        with pytest.raises((ScriptFailed, ValueError)) as caught:
+            run_watched(StepRecorder(How(steps=4)), script, [])
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+    assert says in str(caught.value)
+    assert says_not not in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("command", ["doctor train.py", "doctor digits", "plan --measure --job digits"])
+def test_kernels_are_compiled_with_a_line_of_progress_and_before_the_time_that_counts(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
+    now, deadlines = [0.0], []
+
+    def compile_ahead(names: object, on_progress: Any) -> None:
+        if now[0] == 0.0:
+            on_progress("Compiling kernels, once a machine, 9 to 21 s", 0, 0)
+            now[0] += 70.0
+
+    def measured(*arguments: object) -> Any:
+        now[0] += 10.0
+        return measurement(100)
+
+    def tried(
+        target: object, arguments: object, advised: Any, known: Any, network: object, tell: object, deadline: float
+    ) -> list[Confirmed]:
+        deadlines.append(deadline)
+        return [Confirmed(way.name, step_seconds(known, way), step_seconds(known, way)) for way, _ in advised]
+
+    monkeypatch.setattr("thinwire.lab.cli.doctor.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("thinwire.lab.testbed.kernels.compile_ahead", compile_ahead)
+    monkeypatch.setattr("thinwire.lab.analyze.steps.measure_script", measured)
+    monkeypatch.setattr("thinwire.lab.bench.measured.measure_on_hosts", measured)
+    monkeypatch.setattr(
+        "thinwire.lab.bench.measured.try_on_hosts", lambda *arguments: tried(0, 0, *arguments[1:3], 0, 0, 0)
+    )
+    monkeypatch.setattr(trials, "try_script", tried)
+    result = CliRunner().invoke(app, command.split())
+    assert result.exit_code == 0, result.output
+    assert "Compiling kernels, once a machine, 9 to 21 s ...\n" in result.stderr
+    assert "Compiling" not in result.stdout
+    assert now[0] == 80.0
+    assert deadlines in ([], [0], [70.0 + trials.BUDGET_SECONDS])
+    assert bool(deadlines) == command.startswith("doctor")
 
 
 def test_help_has_examples() -> None:

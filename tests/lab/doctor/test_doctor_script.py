@@ -333,6 +333,25 @@ def test_a_script_that_ends_too_early_is_one_line(destroys: bool) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.timeout(120)
+def test_a_script_without_ddp_is_ended_with_one_sentence_whatever_it_catches() -> None:
+    written("""
+        import torch
+        model = torch.nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        while True:
+            try:
+                optimizer.step()
+            except BaseException:
+                pass
+    """)
+    for command in (["doctor", "--ranks", "2", "train.py"], ["analyze", "--ranks", "2", "train.py"]):
+        result = CliRunner().invoke(app, command)
+        assert result.exit_code == 1, result.output
+        last = result.output.strip().splitlines()[-1]
+        assert last.startswith("error: train.py trains a model without DistributedDataParallel, so"), last
+
+
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     ("text", "says"),

@@ -1,4 +1,4 @@
-"""Errors of a training script on its ranks: each is kept in a file, and the first is shown, from the script's line on.
+"""Errors of a training script on its ranks: the first is shown, from the script's line on.
 
 Left to the launcher, the cause is buried: every rank prints a traceback that begins in `runpy`, the ranks that lose
 their peer print a longer one, and the launcher adds two lines of its own.
@@ -6,16 +6,15 @@ their peer print a longer one, and the launcher adds two lines of its own.
 
 from __future__ import annotations
 
-import logging
+import math
 import signal
 import sysconfig
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from thinwire.lab.leave import leave
-from thinwire.lab.testbed.launch import RanksFailed
+from thinwire.lab.testbed.launch import Outcome, RanksFailed
 from thinwire.lab.testbed.supervise import is_peer_lost
 
 _EXITED = "it called sys.exit"
@@ -36,20 +35,12 @@ class ScriptError(Exception):
 
 
 @contextmanager
-def kept_errors(directory: Path, rank: int, script: str) -> Iterator[None]:
-    """Write the error that ends the script to a file of this rank, then end the process with status 1.
-
-    ``sys.exit`` keeps its status, and ends with a line in the file.
-    """
+def naming_script(script: Path) -> Iterator[None]:
+    """Turn the failure of ranks that run a script into `ScriptFailed`, whose text is what the user must see of it."""
     try:
         yield
-    except SystemExit as ended:
-        code = ended.code if isinstance(ended.code, int) else repr(ended.code)
-        _file(directory, rank).write_text(f"{_EXITED}({code})")
-        leave(ended.code if isinstance(ended.code, int) else 1)
-    except Exception as error:
-        _file(directory, rank).write_text(_text_of(error, script))
-        leave(1)
+    except RanksFailed as failed:
+        raise ScriptFailed(describe(script.name, failed)) from failed
 
 
 @contextmanager
@@ -72,10 +63,22 @@ def raised_by_script(script: str, *passed: type[Exception]) -> Iterator[None]:
         raise ScriptError(_text_of(error, script)) from None
 
 
+def leaving_with_error(leave: Callable[..., object]) -> Callable[[str], object]:
+    """Return a function that ends a rank with a sentence about its script; ``leave`` is that of its `RankContext`."""
+
+    def end(sentence: str) -> None:
+        def result() -> None:
+            raise ScriptError(sentence)
+
+        leave(result)
+
+    return end
+
+
 def first_error(failed: RanksFailed) -> tuple[int, str] | None:
     """Return rank and text of the `ScriptError` that came before others, or None if there is none."""
     mark = f"{ScriptError.__module__}.{ScriptError.__name__}: "
-    texts = [(outcome.rank, (outcome.error or "").partition(mark)[2].strip()) for outcome in failed.outcomes]
+    texts = [(outcome.rank, (outcome.error or "").partition(mark)[2].strip()) for outcome in _failed(failed)]
     kept = [(rank, text) for rank, text in texts if text]
     return next((entry for entry in kept if not is_peer_lost(entry[1])), kept[0] if kept else None)
 
@@ -89,43 +92,26 @@ def describe_error(script: str, rank: int, error: str) -> str:
     return f"{script} failed on rank {rank} (it must run under torchrun; try that first):\n{error}"
 
 
-def kept(directory: Path) -> dict[int, str]:
-    """Return the errors that ranks kept, by rank, the first one first."""
-    files = sorted(directory.glob("rank*.error"), key=lambda file: file.stat().st_mtime_ns)
-    return {int(file.stem.removeprefix("rank")): file.read_text() for file in files}
-
-
-def describe(script: str, errors: Mapping[int, str], exit_codes: Mapping[int, int]) -> str:
+def describe(script: str, failed: RanksFailed) -> str:
     """Return which rank was the first cause, and its error, whose last line is the error itself.
 
     An error beats an exit without one, and that beats a signal: a rank that ends makes others abort in C++. Those that
-    say that they lost a peer, and those that the launcher ended, come last.
-
-    Args:
-        errors: what ranks kept, by rank, the first one first.
-        exit_codes: of the ranks whose ends the launcher noticed first; some may have lost their peer only.
+    say that they lost a peer come last.
     """
-    if causes := [rank for rank, text in errors.items() if not is_peer_lost(text)]:
-        return describe_error(script, causes[0], errors[causes[0]])
-    unexplained = {rank: code for rank, code in exit_codes.items() if rank not in errors}
-    for rank, code in unexplained.items():
-        if code > 0:
+    error = first_error(failed)
+    if error is not None and not is_peer_lost(error[1]):
+        return describe_error(script, *error)
+    unexplained = [(one.rank, one.exit_code or 0) for one in _failed(failed) if one.error is None]
+    for rank, code in sorted(unexplained, key=lambda entry: entry[1] < 0):
+        if code >= 0:
             return f"{script} ended with exit status {code} on rank {rank}: does it call os._exit or exec?"
-    for rank, code in sorted(unexplained.items(), key=lambda entry: entry[1] == -signal.SIGTERM):
-        if code != -signal.SIGTERM or not errors:
-            return f"{script}: rank {rank} was killed by {signal.Signals(-code).name}"
-    return describe_error(script, *next(iter(errors.items())))
+        return f"{script}: rank {rank} was killed by {signal.Signals(-code).name}"
+    return f"{script} failed:\n{failed}" if error is None else describe_error(script, *error)
 
 
-@contextmanager
-def quiet_launcher() -> Iterator[None]:
-    """Silence what the launcher logs about ranks that end."""
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logging.disable(before)
+def _failed(failed: RanksFailed) -> list[Outcome]:
+    """Return the outcomes of ranks that failed, the first one first."""
+    return sorted((one for one in failed.outcomes if one.failed_at < math.inf), key=lambda one: one.failed_at)
 
 
 def _text_of(error: Exception, script: str) -> str:
@@ -135,7 +121,3 @@ def _text_of(error: Exception, script: str) -> str:
     if theirs or isinstance(error, SyntaxError):
         shown.stack = traceback.StackSummary.from_list(theirs)
     return "".join(shown.format()).strip()
-
-
-def _file(directory: Path, rank: int) -> Path:
-    return directory / f"rank{rank}.error"

@@ -2,10 +2,12 @@
 """Recorder of the gradients of every DistributedDataParallel model of a process, before they are synchronized."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
 from typing import Any, Protocol
+from unittest import mock
 from weakref import WeakKeyDictionary
 
 import torch
@@ -13,8 +15,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from thinwire.lab.analyze.recording import Table, TableSteps, save_rank
+from thinwire.lab.analyze.failure import ScriptFailed
+from thinwire.lab.analyze.recording import RankRecording, Table, TableSteps
+from thinwire.lab.harmless import why_not_measured
 from thinwire.lab.planning.ready import nonzero_rows
 from thinwire.rows.sparse import Layout
 
@@ -33,9 +39,22 @@ class Watch(Protocol):
 
 
 class ScriptWatcher(Protocol):
-    """Interface of a watcher of a script's models, which may end the script."""
+    """Interface of a watcher of a script's models, which may end the script.
+
+    Attributes:
+        num_models: number of models seen so far.
+        on_missing: function called with a sentence where an optimizer steps before there is any; it ends the script.
+    """
+
+    num_models: int
+    on_missing: Callable[[str], object]
 
     def watch(self, model: DistributedDataParallel) -> Watch: ...
+
+
+def fail(sentence: str) -> None:
+    """Raise ScriptFailed."""
+    raise ScriptFailed(sentence)
 
 
 class Recorder:
@@ -45,12 +64,13 @@ class Recorder:
     models, the first to begin a step too many ends the script.
     """
 
-    def __init__(self, num_steps: int, on_step: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, num_steps: int, on_step: Callable[[int], None] = lambda done: None) -> None:
         self.num_steps = num_steps
         self.on_step = on_step
-        """Called after each step of the first model."""
+        """Called after each step of the first model with their number."""
         self.on_enough: Callable[[], object] = sys.exit
         """Called to end the script."""
+        self.on_missing: Callable[[str], object] = fail
         self.num_models = 0
         self._tables: dict[str, TableSteps] = {}
 
@@ -58,7 +78,7 @@ class Recorder:
         """Record a model that was just built."""
         self.num_models += 1
         prefix = f"model{self.num_models}." if self.num_models > 1 else ""
-        return ModelWatch(self, model, prefix, self.on_step if self.num_models == 1 else lambda: None)
+        return ModelWatch(self, model, prefix, self.on_step if self.num_models == 1 else lambda done: None)
 
     def add(self, name: str, gradient: Tensor) -> None:
         """Record the gradient of one parameter in one step."""
@@ -73,16 +93,16 @@ class Recorder:
         self._tables[name].densities.append(density)
         self._tables[name].ids.append(ids.cpu() if large and density < MAX_DENSITY else None)
 
-    def save(self, path: Path) -> None:
-        """Write the recorded gradients to a file for the parent process."""
-        save_rank(path, self.num_models, list(self._tables.values()))
+    def recording(self) -> RankRecording:
+        """Return what was recorded on this rank."""
+        return self.num_models, list(self._tables.values())
 
 
 class ModelWatch:
     """The one communication hook of a DDP model: it records, then synchronizes by the script's hook or as stock DDP."""
 
     def __init__(
-        self, recorder: Recorder, model: DistributedDataParallel, prefix: str, on_step: Callable[[], None]
+        self, recorder: Recorder, model: DistributedDataParallel, prefix: str, on_step: Callable[[int], None]
     ) -> None:
         self._recorder = recorder
         self._on_step = on_step
@@ -108,7 +128,7 @@ class ModelWatch:
             for parameter, gradient in zip(bucket.parameters(), gradients, strict=True):
                 self._recorder.add(self._names[id(parameter)], gradient)
             if bucket.is_last():
-                self._on_step()
+                self._on_step(self._steps + 1)
         self._steps += bucket.is_last()
         if self._theirs is not None:
             their_state, their_hook = self._theirs
@@ -122,8 +142,9 @@ class ModelWatch:
             self._recorder.on_enough()
 
 
-def install(recorder: ScriptWatcher) -> Callable[[], None]:
-    """Watch every DDP model that this process builds, until the returned function is called."""
+@contextmanager
+def installed(recorder: ScriptWatcher, script: str) -> Iterator[None]:
+    """Watch every DDP model that this process builds, until the context ends; no optimizer may step before."""
     build, register = DistributedDataParallel.__init__, DistributedDataParallel.register_comm_hook
     watches: WeakKeyDictionary[DistributedDataParallel, Watch] = WeakKeyDictionary()
 
@@ -138,13 +159,18 @@ def install(recorder: ScriptWatcher) -> Callable[[], None]:
         self._check_comm_hook(hook)
         watches[self].hand_over_to(state, hook)
 
-    def uninstall() -> None:
-        DistributedDataParallel.__init__ = build
-        DistributedDataParallel.register_comm_hook = register
+    def before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
+        del args, kwargs
+        if not recorder.num_models:
+            stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            recorder.on_missing(f"{Path(script).name} trains {why_not_measured(stepped)}")
 
-    DistributedDataParallel.__init__ = init
-    DistributedDataParallel.register_comm_hook = register_comm_hook
-    return uninstall
+    handle = register_optimizer_step_pre_hook(before_step)
+    try:
+        with mock.patch.multiple(DistributedDataParallel, __init__=init, register_comm_hook=register_comm_hook):
+            yield
+    finally:
+        handle.remove()
 
 
 def _mean_as_stock(process_group: dist.ProcessGroup, gradient: Tensor) -> Future[Tensor]:

@@ -1,13 +1,10 @@
-"""Recording of a run's gradients, and its files, one for each rank: .npz without pickled objects."""
+"""Recording of a run's gradients, of each rank and of all together."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -63,25 +60,15 @@ class Recording:
         return max((densities.shape[0] for densities in self.densities.values()), default=0)
 
 
-def save_rank(path: Path, num_models: int, tables: Sequence[TableSteps]) -> None:
-    """Write the recording of one rank; may raise OSError."""
-    arrays = {}
-    for number, seen in enumerate(tables):
-        arrays[f"densities_{number}"] = np.array(seen.densities, np.float64)
-        for step, ids in enumerate(seen.ids):
-            if ids is not None:
-                arrays[f"ids_{number}_{step}"] = ids.numpy()
-    about = json.dumps({"models": num_models, "tables": [asdict(seen.table) for seen in tables]})
-    with path.open("wb") as file:
-        np.savez(file, allow_pickle=False, about=np.array(about), **arrays)
+RankRecording = tuple[int, list[TableSteps]]
+"""What one rank has recorded: the number of its models, and the tables of all of them."""
 
 
-def load(paths: Sequence[Path]) -> Recording:
-    """Load the recording of all ranks, from one file each, in rank order.
+def recording_of(ranks: Sequence[RankRecording]) -> Recording:
+    """Return the recording of all ranks, from those of each, in rank order.
 
     Steps that some rank did not reach are left out. Raises ValueError if the ranks saw different parameters.
     """
-    ranks = [_load_rank(path) for path in paths]
     num_models, first = ranks[0]
     tables = tuple(seen.table for seen in first)
     for rank, (_, seen) in enumerate(ranks):
@@ -95,7 +82,7 @@ def load(paths: Sequence[Path]) -> Recording:
         densities[table.name] = torch.tensor([one.densities[:num_steps] for one in seen], dtype=torch.float64).T
         if (trace := _trace(table, seen, num_steps)) is not None:
             traces[table.name] = trace
-    return Recording(len(paths), num_models, tables, densities, traces)
+    return Recording(len(ranks), num_models, tables, densities, traces)
 
 
 def _trace(table: Table, ranks: Sequence[TableSteps], num_steps: int) -> IndexTrace | None:
@@ -107,15 +94,3 @@ def _trace(table: Table, ranks: Sequence[TableSteps], num_steps: int) -> IndexTr
             return None
         steps.append(kept)
     return IndexTrace(table.num_rows, table.width, tuple(steps)) if steps else None
-
-
-def _load_rank(path: Path) -> tuple[int, list[TableSteps]]:
-    with np.load(path, allow_pickle=False) as archive:
-        about = json.loads(str(archive["about"]))
-        tables = []
-        for number, fields in enumerate(about["tables"]):
-            densities = archive[f"densities_{number}"].tolist()
-            names = [f"ids_{number}_{step}" for step in range(len(densities))]
-            ids = [torch.from_numpy(archive[name]) if name in archive else None for name in names]
-            tables.append(TableSteps(Table(**fields), densities, ids))
-    return about["models"], tables

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.comm.agree import gather_numbers
 from thinwire.comm.lane import Lane
+from thinwire.lab.analyze.recorder import fail
 from thinwire.lab.analyze.site import calling_line, find_site, follows_plans
 from thinwire.lab.planning.measurement import DdpSite, Measurement
 from thinwire.lab.planning.ready import WARM_STEPS, StepWatch
@@ -36,12 +37,14 @@ class StepRecorder:
 
     Attributes:
         on_enough: function that ends the script when enough steps are timed.
+        on_missing: function that ends it with a sentence, where it trains without a DDP model.
         measurement: the result when the script has ended; None if it had no DDP model.
     """
 
     def __init__(self, how: How, on_stage: OnStage = lambda stage: None) -> None:
         self.how = how
         self.on_enough: Callable[[], object] = sys.exit
+        self.on_missing: Callable[[str], object] = fail
         self.finished = False
         self.num_models = 0
         self.measurement: Measurement | None = None
@@ -72,6 +75,8 @@ class StepRecorder:
             )
             self._watch, self._hook = watch, Unsynchronized(model.module, self.leave_out, watch.take)
             self._site = replace(find_site(), follows_plans=follows_plans(model))
+            if dist.get_backend(model.process_group) == "thinwire":
+                self._left_out.append('the word "thinwire" of init_process_group')
             self._on_stage("training steps")
             return self._hook
         return Unsynchronized(model.module, self.leave_out)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,15 +9,14 @@ from typing import Any
 
 import torch.distributed as dist
 
-from thinwire.lab.analyze.failure import ScriptFailed, describe_error, first_error, raised_by_script
+from thinwire.lab.analyze.failure import ScriptFailed, leaving_with_error, naming_script, raised_by_script
 from thinwire.lab.analyze.step_recorder import StepRecorder
-from thinwire.lab.analyze.trials import run_on_ranks, silence, torchrun_environment
-from thinwire.lab.analyze.worker import module_of, run_recorded
+from thinwire.lab.analyze.trials import as_torchrun, run_on_ranks
+from thinwire.lab.analyze.worker import check_script, run_recorded
 from thinwire.lab.harmless import harmless, without_attach
 from thinwire.lab.planning.measurement import Measurement
 from thinwire.lab.planning.ready import WARM_STEPS
 from thinwire.lab.planning.training import How, OnStage, check
-from thinwire.lab.testbed.launch import RanksFailed
 from thinwire.lab.testbed.network import EmulatedNetwork
 from thinwire.lab.testbed.rank import RankContext
 
@@ -49,23 +47,14 @@ def measure_script(
     if network is not None and network.link.mbit is not None:
         how = replace(how, link=f"emulated, {network.link.mbit:g} Mbit/s, {network.hosts} hosts")
     where = {"network": network, "on_message": lambda rank, stage: on_stage(stage)}
-    try:
+    with naming_script(script):
         measurement, *_ = run_on_ranks(_measure_rank, str(script), list(arguments), how, world_size=workers, **where)
-    except RanksFailed as failed:
-        error = first_error(failed)
-        text = describe_error(script.name, *error) if error else f"{script.name} failed:\n{failed}"
-        raise ScriptFailed(text) from failed
     return _checked(None if measurement is None else Measurement.from_json(measurement), script)
 
 
 def _measure_rank(context: RankContext, script: str, arguments: list[str], how: How) -> Any:
     """Measure on one rank; the result is JSON, or None if the script has no DDP model."""
-    for name, value in torchrun_environment(context).items():
-        os.environ.setdefault(name, value)
-    if context.rank == 0:
-        os.dup2(2, 1)  # the script's output goes to standard error: standard output is for the JSON of the parent
-    else:
-        silence()  # of what all ranks print, such as a usage, once is enough
+    as_torchrun(context)
     recorder = StepRecorder(how, context.send if context.rank == 0 else lambda stage: None)
 
     def result() -> Any:
@@ -75,6 +64,7 @@ def _measure_rank(context: RankContext, script: str, arguments: list[str], how: 
         return None if recorder.measurement is None else recorder.measurement.to_json()
 
     recorder.on_enough = lambda: context.leave(result)
+    recorder.on_missing = leaving_with_error(context.leave)
     with raised_by_script(script):
         measurement = run_watched(recorder, Path(script), arguments)
     return None if measurement is None else measurement.to_json()
@@ -99,12 +89,6 @@ def run_watched(recorder: StepRecorder, script: Path, arguments: Sequence[str]) 
         return recorder.measurement
     finally:
         recorder.close()
-
-
-def check_script(script: Path) -> None:
-    """Raise FileNotFoundError if there is no such script. A module is looked for where it runs."""
-    if not module_of(str(script)) and not script.is_file():
-        raise FileNotFoundError(f"there is no script {script}: give the path of a Python file, or module:function")
 
 
 def _checked(measurement: Measurement | None, script: Path) -> Measurement:

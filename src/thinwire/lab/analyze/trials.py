@@ -15,6 +15,7 @@ from functools import wraps
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -155,11 +156,13 @@ def run_on_ranks(
     *args: Any,
     world_size: int | None,
     network: EmulatedNetwork | None,
-    on_message: Callable[[int, Any], None] | None = None,
+    timeout_seconds: float = _TIMEOUT_SECONDS,
+    **settings: Any,
 ) -> list[Any]:
     """Run a function that runs a script, on ranks with the environment of torchrun, and return their values.
 
-    Without a ``world_size`` it runs as the rank that torchrun started this process as.
+    Without a ``world_size`` it runs as the rank that torchrun started this process as. Further settings are those of
+    `run_ranks`.
 
     Raises:
         RanksFailed: a rank failed; its traceback is in the text.
@@ -174,9 +177,9 @@ def run_on_ranks(
         world_size=world_size,
         ranks_per_host=None if network is None else 1,
         network=network,
-        timeout_seconds=_TIMEOUT_SECONDS,
+        timeout_seconds=timeout_seconds,
         init_process_group=False,
-        on_message=on_message,
+        **settings,
     )
     return [outcome.value for outcome in outcomes]
 
@@ -198,6 +201,16 @@ def torchrun_environment(context: RankContext) -> dict[str, str]:
         "ROLE_RANK": str(context.rank),
         "ROLE_WORLD_SIZE": str(context.world_size),
     }
+
+
+def as_torchrun(context: RankContext) -> None:
+    """Make this process a rank as torchrun starts it, but for what it prints."""
+    for name, value in torchrun_environment(context).items():
+        os.environ.setdefault(name, value)
+    if context.rank == 0:
+        os.dup2(2, 1)  # the script's output goes to standard error: standard output is for the JSON of the parent
+    else:
+        silence()  # of what all ranks print, such as a usage, once is enough
 
 
 def silence() -> None:
@@ -316,13 +329,8 @@ def _advised(advice: Advice, clock: StepClock) -> Iterator[None]:
         if is_called_by_us():
             register(model, *args, **kwargs)
 
-    DistributedDataParallel.__init__ = init
-    DistributedDataParallel.register_comm_hook = register_comm_hook
-    try:
+    with mock.patch.multiple(DistributedDataParallel, __init__=init, register_comm_hook=register_comm_hook):
         yield
-    finally:
-        DistributedDataParallel.__init__ = build
-        DistributedDataParallel.register_comm_hook = register
 
 
 def attach_as_advised(model: nn.Module, advice: Advice) -> Synchronizer:

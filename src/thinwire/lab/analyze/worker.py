@@ -1,70 +1,31 @@
-"""One rank of torchrun: ``python -m thinwire.lab.analyze.worker DIRECTORY STEPS SCRIPT [ARGS...]``."""
+"""How a script runs in the process of a rank: as its own main program, and not if it starts ranks itself."""
 
 from __future__ import annotations
 
 import os
 import runpy
-import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from thinwire.lab.analyze.recorder import ScriptWatcher
 
 
-def rank_file(directory: Path, rank: int) -> Path:
-    """Return the file in which a rank leaves its recording."""
-    return directory / f"rank{rank}.npz"
-
-
-def progress_file(directory: Path) -> Path:
-    """Return the file to which rank 0 adds a byte after every step."""
-    return directory / "progress"
-
-
-def main() -> None:
-    """Run the script as its own main program, and write the recording when it ends well, by itself or by us."""
-    from thinwire.lab.analyze.failure import kept_errors
-    from thinwire.lab.analyze.recorder import Recorder
-    from thinwire.lab.harmless import harmless
-    from thinwire.lab.leave import end_now, leave
-
-    os.dup2(2, 1)  # the script's output goes to standard error: standard output is for the JSON of the parent
-    directory, steps, script, *arguments = sys.argv[1:]
-    rank = int(os.environ["RANK"])
-    on_step = partial(_add_byte, progress_file(Path(directory))) if rank == 0 else lambda: None
-
-    def end() -> NoReturn:
-        """End the process without a word to the script, whose handlers would save, or go on."""
-        recorder.save(rank_file(Path(directory), rank))
-        end_now(0)
-
-    recorder = Recorder(int(steps), on_step)
-    recorder.on_enough = end
-    with kept_errors(Path(directory), rank, script), harmless():
-        run_recorded(recorder, script, arguments)
-    recorder.save(rank_file(Path(directory), rank))
-    leave(0)
-
-
-def _add_byte(path: Path) -> None:
-    with path.open("ab") as file:
-        file.write(b".")
+def check_script(script: Path) -> None:
+    """Raise FileNotFoundError if there is no such script. A module is looked for where it runs."""
+    if not module_of(str(script)) and not script.is_file():
+        raise FileNotFoundError(f"there is no script {script}: give the path of a Python file, or module:function")
 
 
 def run_recorded(recorder: ScriptWatcher, script: str, arguments: list[str]) -> None:
     """Run a script as ``python SCRIPT ARGS...`` would. Its errors pass through, an orderly exit is swallowed."""
-    from thinwire.lab.analyze.recorder import install
+    from thinwire.lab.analyze.recorder import installed
 
-    uninstall = install(recorder)
-    try:
+    with installed(recorder, script):
         run_as_main(script, arguments)
-    finally:
-        uninstall()
 
 
 def run_as_main(script: str, arguments: list[str]) -> None:
@@ -119,8 +80,3 @@ def refusing_spawn(script: str) -> Iterator[None]:
 
     with mock.patch.multiple(multiprocessing, spawn=refuse, start_processes=refuse):
         yield
-
-
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it at once, and without a traceback
-    main()

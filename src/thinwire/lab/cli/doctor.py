@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -136,9 +136,9 @@ def doctor(
             raise typer.Exit(FAILURE)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Examined:
-    """What is diagnosed, and where it runs; fields are the options of the command."""
+    """What is diagnosed, where it runs, and since when; the other fields are the options of the command."""
 
     command: list[str]
     ranks: int
@@ -146,7 +146,7 @@ class Examined:
     ranks_per_host: int
     link: str | None
     quiet: bool
-    began: float = field(default_factory=time.monotonic)
+    began: float = 0.0
 
     def __post_init__(self) -> None:
         if self.is_script and self.hosts is not None:
@@ -223,6 +223,7 @@ def _measure(examined: Examined, network: EmulatedNetwork | None, how: How) -> M
     announce(target)
     ranks = None if is_in_job() else examined.ranks
     with measuring(examined.quiet) as tell:
+        examined.began = time.monotonic()
         tell(f"training steps and link of {target} on {ranks or 'all'} ranks")
         measured = measure_script(Path(target), arguments, ranks, how, network, tell)
     return measured if network is not None else _at(measured, examined.link)

@@ -30,10 +30,12 @@ LONGEST_HEAD = 7
 SECONDS_BETWEEN_LINES = 10.0
 """How often progress is reported where there is no terminal to show a bar on."""
 PICTURES = (".png", ".svg", ".pdf")
-_BEGINNINGS = (b"{", b"<", b"%PDF", b"\x89PNG", b"PK")
-"""How the files begin that commands write: JSON, pages, pictures and traces."""
-_MARKS = (b"thinwire", b'"fingerprint"', b"num_rows.npy")
-"""What is in each of them: the name, or a field of a plan or of a trace."""
+_MARKS = {
+    b"<!doctype html>": b'<footer aria-label="How this was made">',
+    **dict.fromkeys((b"<?xml", b"%PDF", b"\x89PNG"), b"thinwire: "),
+    b"PK": b"num_rows.npy",
+}
+"""How files begin that commands write, but for JSON, and what is in each: pages, pictures with their title, traces."""
 FAILURE, USAGE, INTERRUPTED = 1, 2, 130
 """Exit statuses; success is 0, and an interrupt is Ctrl-C."""
 WRONG_USAGE = (ValueError, FileNotFoundError, ModuleNotFoundError)
@@ -239,7 +241,15 @@ def _check_directories(paths: dict[str, Path | None]) -> None:
 def _is_ours(path: Path) -> bool:
     """Whether a file is empty or, as far as its content shows, was written by a command of thinwire."""
     content = path.read_bytes()
-    return not content or (content.startswith(_BEGINNINGS) and any(mark in content for mark in _MARKS))
+    if not content.startswith(b"{"):
+        return not content or any(content.startswith(begin) and mark in content for begin, mark in _MARKS.items())
+    try:
+        data = json.loads(content)
+    except ValueError:
+        return False
+    environment = data.get("environment")
+    is_result = isinstance(environment, dict) and "thinwire" in environment
+    return is_result or data.get("written_by") == "thinwire" or {"fingerprint", "groups"} <= data.keys()
 
 
 def existing_script(name: str) -> Path:

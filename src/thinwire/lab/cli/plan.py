@@ -164,9 +164,12 @@ def names_of(text: str) -> tuple[str, ...] | None:
 
 @contextmanager
 def measuring(quiet: bool) -> Iterator[Callable[[str], None]]:
-    """Show what is being measured, on rank 0 and if not ``quiet``."""
+    """Compile kernels, then show what is being measured, on rank 0 and if not ``quiet``."""
+    from thinwire.lab.testbed.launch import compile_kernels
+
     with progress("Starting ranks", quiet=quiet or not is_first_rank()) as tell:
-        yield lambda stage: tell(f"Measuring {stage}")
+        compile_kernels(on_progress=tell)
+        yield lambda stage: tell(f"Measuring {stage}", 0, 0)
 
 
 def _finish(

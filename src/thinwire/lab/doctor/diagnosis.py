@@ -129,7 +129,12 @@ class Diagnosis:
     @property
     def is_measured(self) -> bool:
         """Whether measured steps decide, and not predicted ones."""
-        return any(row.name != STOCK and row.measured_step_seconds is not None for row in self.confirmed)
+        return any(row.measured_step_seconds is not None for row in self.confirmed)
+
+    @property
+    def source(self) -> str:
+        """What the seconds of stock DDP are: "measured", or "predicted" where nothing was tried."""
+        return "measured" if self.is_measured else "predicted"
 
     @property
     def backward_seconds(self) -> float:
@@ -155,6 +160,14 @@ class Diagnosis:
     def failed(self) -> tuple[Confirmed, ...]:
         """The options whose training failed."""
         return tuple(row for row in self.confirmed if _has_failed(row))
+
+    @property
+    def unproven(self) -> str:
+        """Names of what failed, if every exact way that was tried did, but for stock DDP; else empty."""
+        exact = {option.name for option in self.options if option.is_exact and option.name != STOCK}
+        ran = any(row.name in exact and row.measured_step_seconds is not None for row in self.confirmed)
+        names = [row.name for row in self.failed]
+        return "" if ran or not exact.intersection(names) else ", ".join(names)
 
     @property
     def exposed_share(self) -> float:
@@ -386,9 +399,9 @@ def confirm(diagnosis: Diagnosis, trained: Sequence[Confirmed]) -> Diagnosis:
     """Return the diagnosis with the measured seconds of options, which decide.
 
     An exact way that was not tried keeps its predicted seconds; while it is the best exact one, none that compresses
-    is recommended. Where all but stock DDP failed, the prediction stands. The seconds of computing were measured apart;
-    they are cut to the shortest measured step, which computes no less. A measured step that the wire forbids, or far
-    from its prediction, is an error.
+    is recommended, and none where every exact way but stock DDP failed. What failed is never advised. The seconds of
+    computing were measured apart; they are cut to the shortest measured step, which computes no less. A measured step
+    that the wire forbids, or far from its prediction, is an error.
 
     Args:
         trained: options of `finalists`, stock DDP among them.
@@ -422,20 +435,18 @@ def confirm(diagnosis: Diagnosis, trained: Sequence[Confirmed]) -> Diagnosis:
     timed = replace(measurement, forward_seconds=other, rest_seconds=0.0)
     known = [*options_trained, *(option for option in rest if option.name in seen.untried)]
     best_exact = _best_exact(timed, known)
-    if len(trained) > 1 and failed == {row.name for row in trained} - {STOCK}:
-        return seen
-    sure = [] if best_exact[0] in seen.untried else options_trained
+    sure = [] if seen.unproven or best_exact[0] in seen.untried else options_trained
     best, might = (
         best_option(timed, [option for option in known if option.is_exact or option in lossy])
         for lossy in (sure, known)
     )
-    planned = diagnosis.better_plan
+    planned = None if seen.unproven else diagnosis.better_plan
     return replace(
         seen,
         advice=advice_of(best, timed, [*options_trained, *rest]),
         plan=plan_of(best, timed, [*options_trained, *rest]),
         best_exact=best_exact,
-        held_back="" if might.is_exact or best.name != STOCK else might.name,
+        held_back="" if seen.unproven or might.is_exact or best.name != STOCK else might.name,
         exposed_seconds=max(0.0, steps[STOCK] - cut * computing),
         better_plan=planned if planned and step_seconds(timed, best) > PLAN_WORTH * planned[1] else None,
     )
@@ -474,7 +485,7 @@ def answers(diagnosis: Diagnosis) -> list[tuple[str, str]]:
         ("Link", measured.link.describe()),
         ("A step of stock DDP", _parts(diagnosis)),
         ("Exposed?", _exposure(diagnosis)),
-        ("Best exact way", _gain(diagnosis, *diagnosis.best_exact) + _untried(diagnosis, diagnosis.best_exact[0])),
+        ("Best exact way", _gain(diagnosis, *diagnosis.best_exact) + _source(diagnosis, diagnosis.best_exact[0])),
         *([] if diagnosis.lossless is None else [("Lossless sums", diagnosis.lossless.describe())]),
         ("Recommended", _verdict(diagnosis)),
         *_ranges(diagnosis),
@@ -498,15 +509,17 @@ def _row_jobs(measured: Measurement) -> list[RowJob]:
     ]
 
 
-def _untried(diagnosis: Diagnosis, name: str) -> str:
+def _source(diagnosis: Diagnosis, name: str) -> str:
+    """Return what stands behind the seconds of an option that were not measured."""
+    if not diagnosis.is_measured:
+        return "; predicted"
     return "; predicted, because it was not tried" if name in diagnosis.untried else ""
 
 
 def _parts(diagnosis: Diagnosis) -> str:
     """Return the step of stock DDP and its parts."""
-    measured = ", measured" if diagnosis.is_measured else ""
     return (
-        f"{format_seconds(diagnosis.stock_step_seconds)}{measured}: forward and the rest"
+        f"{format_seconds(diagnosis.stock_step_seconds)}, {diagnosis.source}: forward and the rest"
         f" {format_seconds(diagnosis.plan.other_seconds)}, backward {format_seconds(diagnosis.backward_seconds)},"
         f" waiting for the network {format_seconds(diagnosis.exposed_seconds)}"
     )
@@ -606,19 +619,21 @@ def _verdict(diagnosis: Diagnosis) -> str:
     plan = diagnosis.plan
     if diagnosis.error:
         return "nothing, because of a figure that cannot be"
+    if diagnosis.unproven and plan.does_nothing:
+        return f"do nothing: {why_nothing(diagnosis)}"
     if plan.does_nothing:
         lossy = f"no lossy one by {100 * (LOSSY_WORTH - 1):.0f} %"
         lossy = "no lossy one that holds the loss reaches it 5 % sooner" if diagnosis.judgement else lossy
         held_back = f"{diagnosis.held_back}, which is lossy, or the best exact way was not tried"
         return (
-            f"do nothing: no exact way is faster than stock DDP by more than {100 * (WORTH - 1):.0f} %,"
+            f"do nothing{'' if diagnosis.is_measured else ', by prediction'}: no exact way is faster than stock DDP by"
+            f" more than {100 * (WORTH - 1):.0f} %,"
             + (f" no lossless sum by {100 * (TAKEN - 1):.0f} %," if diagnosis.measurement.dense_codes else "")
             + f" and {held_back if diagnosis.held_back else lossy}"
         )
     loss = loss_in_words(diagnosis, plan.choice)
-    failed = "; predicted, because no way could be tried" if diagnosis.failed and not diagnosis.is_measured else ""
     words = [_gain(diagnosis, plan.choice, plan.step_seconds), *(["lossy", loss] if loss else [])]
-    return "; ".join(words) + (failed or _untried(diagnosis, plan.choice))
+    return "; ".join(words) + _source(diagnosis, plan.choice)
 
 
 def _ranges(diagnosis: Diagnosis) -> list[tuple[str, str]]:
@@ -675,6 +690,8 @@ def to_paste(diagnosis: Diagnosis, plan_path: str | None) -> tuple[str, list[str
 
 def why_nothing(diagnosis: Diagnosis) -> str:
     """Return why to do nothing, or what might be better."""
+    if diagnosis.unproven:
+        return f"{diagnosis.unproven} failed when tried, and nothing else is proven"
     untried = f"But {diagnosis.held_back} may be faster: rerun with --compress and its name alone, for time to try it"
     return untried if diagnosis.held_back else "Stock DDP is as good as anything here, and simpler"
 
@@ -689,10 +706,7 @@ def _rate(diagnosis: Diagnosis) -> str:
 def _doubt(diagnosis: Diagnosis) -> str:
     """Return a sentence about options that could not be tried."""
     names = ", ".join(row.name for row in diagnosis.failed)
-    if names and diagnosis.is_measured:
-        return f"In doubt: {names} could not be tried, and might be faster; the table says why."
-    sentence = "In doubt: no way but stock DDP could be tried, so this is a prediction; the table says why they failed."
-    return sentence if names else ""
+    return f"In doubt: {names} could not be tried, and might be faster; the table says why." if names else ""
 
 
 def hint(diagnosis: Diagnosis) -> str:

@@ -97,19 +97,18 @@ def build_report(diagnosis: Diagnosis, plan_path: str | None = None) -> Report:
 def _verdict(report: Report, diagnosis: Diagnosis) -> None:
     plan = diagnosis.plan
     stock, best = format_seconds(diagnosis.stock_step_seconds), format_seconds(plan.step_seconds)
-    source = "measured" if diagnosis.is_measured else "predicted"
     if diagnosis.error:
         report.hero("No verdict", f"{diagnosis.error}. One of the two figures is wrong: rerun with --fresh.", True)
     elif plan.does_nothing:
-        report.hero("Do nothing", f"{why_nothing(diagnosis)}; {stock} a step.")
+        report.hero("Do nothing", f"{why_nothing(diagnosis)}; {stock} a step, {diagnosis.source}.")
     else:
         lossy = any(group.compressor for group in plan.groups)
-        source = "predicted" if plan.choice in diagnosis.untried else source
+        source = "predicted" if plan.choice in diagnosis.untried else diagnosis.source
         text = f"{plan.choice}: {best} a step, and {stock} under stock DDP, {source}."
         report.hero(f"{plan.speedup:.2f}x faster", text + (" Compare the loss, too." if lossy else ""), lossy)
     report.figures(
         [
-            ("a step of stock DDP", stock),
+            (f"a step of stock DDP, {diagnosis.source}", stock),
             ("of it waits for the network", f"{diagnosis.exposed_share:.0%}"),
             ("a step of the best exact way", format_seconds(diagnosis.best_exact[1])),
             ("link of a rank", _link(diagnosis)),

@@ -11,8 +11,10 @@ import statistics
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -143,9 +145,10 @@ class StepBoundary:
     """A watcher that says of each forward whether it begins a step.
 
     A step is what lies between two steps of the model's optimizer. torch calls one global hook after each
-    ``Optimizer.step``: also after those that Accelerate, Lightning or a GradScaler wraps, and not for those that they
-    skip. So accumulation, several forwards and several backwards a step need no rules of their own. Forwards alone
-    cannot tell: a contrastive training has two a step. Nor can synchronized backwards: GradCache has many.
+    ``Optimizer.step``: also after those that Accelerate, Lightning or a GradScaler wraps. One that a GradScaler skips
+    is a step too: while gradients are local, it skips on some ranks what others make. So accumulation, several forwards
+    and several backwards a step need no rules of their own. Forwards alone cannot tell: a contrastive training has two
+    a step. Nor can synchronized backwards: GradCache has many.
     Where no torch optimizer has the model's parameters, a step ends with each synchronized backward, and with an
     optimizer no step ends before one: ranks that step alone have not synchronized yet.
 
@@ -178,6 +181,8 @@ class StepBoundary:
         self._synchronized, self._stepped = 0, False  # since the step began
         self._waits: bool | None = None  # for an optimizer's step; None if it is not known yet
         self._handle = register_optimizer_step_post_hook(self._after_optimizer)
+        self._scaled = mock.patch.object(torch.amp.GradScaler, "step", self._noting(torch.amp.GradScaler.step))
+        self._scaled.start()
 
     @property
     def is_over(self) -> bool:
@@ -201,8 +206,19 @@ class StepBoundary:
         return self._will_synchronize
 
     def close(self) -> None:
-        """Remove the hook."""
+        """Remove the hooks."""
         self._handle.remove()
+        self._scaled.stop()
+
+    def _noting(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(step)
+        def noted(scaler: torch.amp.GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            result = step(scaler, optimizer, *args, **kwargs)
+            if self._is_ours(optimizer):
+                self._stepped = self._waits = True
+            return result
+
+        return noted
 
     def _after_optimizer(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         del args, kwargs

@@ -36,13 +36,15 @@ _PEER_LOST = (
 class Outcome:
     """Result of one rank: its return value, or the traceback of its error.
 
-    A rank killed by a signal has `exit_code == -signal` and no error text of its own.
+    A rank killed by a signal has `exit_code == -signal` and no error text of its own. ``failed_at`` is a time of the
+    launcher's clock, infinite for a rank that did not fail.
     """
 
     rank: int
     value: Any
     error: str | None
     exit_code: int | None
+    failed_at: float = math.inf
 
 
 @dataclass
@@ -113,7 +115,7 @@ class RankProcess:
         return self.failed_at < math.inf
 
     def outcome(self) -> Outcome:
-        return Outcome(self.number, self.value, self.error, self.process.exitcode)
+        return Outcome(self.number, self.value, self.error, self.process.exitcode, self.failed_at)
 
     def _fail(self, error: str | None) -> None:
         self.error = self.error or error

@@ -47,6 +47,17 @@ def test_a_path_that_is_too_long_for_a_socket_names_what_to_set(
         socket_path()
 
 
+def test_the_environment_names_one_socket_for_all_working_directories(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Frameworks change the directory between the start of a process and its Checkpointer, each start to another."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("THINWIRE_HOLDER", "holder.sock")
+    with pytest.raises(ValueError, match="THINWIRE_HOLDER=holder.sock .*: set it to an absolute path"):
+        socket_path()
+    assert socket_path("named.sock") == tmp_path / "named.sock", "what is named here means what it means here"
+
+
 def test_a_user_without_a_home_remembers_runs_beside_the_socket(monkeypatch: pytest.MonkeyPatch) -> None:
     def nowhere() -> Path:
         raise RuntimeError("Could not determine home directory.")

@@ -83,6 +83,10 @@ def socket_path(given: str | Path | None = None) -> Path:
     named = given or os.environ.get(SOCKET_VARIABLE)
     if named:
         path = Path(named).absolute()
+        if not given and not os.path.isabs(named):
+            raise ValueError(
+                f"{SOCKET_VARIABLE}={named} is another socket in each working directory: set it to an absolute path"
+            )
         if not path.parent.is_dir():
             raise ValueError(f"{path.parent} is not a directory")
         if len(os.fsencode(path)) > _PATH_BYTES:

@@ -428,11 +428,10 @@ class Restorer:
     def _on_disk(self) -> tuple[list[_Candidate], list[str]]:
         candidates, reasons = [], []
         readable, unreadable = self._tier.survey() if self._tier is not None else ([], [])
-        for about in readable:
+        for about, certified in zip(readable, self._are_certified(readable), strict=True):
             assert self._tier is not None
             if about["state"] == self._registration.about["state"]:
-                where = f"in {self._tier.directory}, step {about['step']}"
-                load, certified = partial(self._read, about), self._is_certified(about)
+                where, load = f"in {self._tier.directory}, step {about['step']}", partial(self._read, about)
                 candidates.append(_Candidate(about["attempt"], about["step"], where, load, certified, on_disk=True))
             else:
                 difference = ""
@@ -443,13 +442,18 @@ class Restorer:
             reasons.append(f"steps {_listed(unreadable)} in {self._tier.directory} cannot be read")
         return candidates, reasons
 
-    def _is_certified(self, about: dict[str, Any]) -> bool | None:
-        """Whether a checkpoint on the disk is. One of an earlier release does not say so, so it is not."""
-        gathered = about.get("certified", False)
-        if gathered is None or about["world_size"] < 2:
-            return None
-        encoder = StateEncoder(self._training.is_replicated)
-        return gathered is True or (False if encoder.encode(self._training.capture(0)).shared_bytes else None)
+    def _are_certified(self, abouts: Sequence[dict[str, Any]]) -> list[bool | None]:
+        """Whether checkpoints on the disk are; collective. One of an earlier release does not say so, so it is not, if
+        any rank has something that others should have alike."""
+        result = [None if about["world_size"] < 2 else about.get("certified", False) for about in abouts]
+        if all(each is None or each is True for each in result):
+            return result
+
+        def has_alike() -> bool:
+            return StateEncoder(self._training.is_replicated).encode(self._training.capture(0)).shared_bytes > 0
+
+        otherwise = False if any(gather_json(on_all(self._group, has_alike), self._group)) else None
+        return [each if each is None or each is True else otherwise for each in result]
 
     def _read(self, about: dict[str, Any]) -> None:
         """A checkpoint on the disk, of the same number of ranks or of another."""
@@ -500,7 +504,9 @@ class Restorer:
         if not layouts:
             return f"nobody can read what step {version.step} is made of"
         if other is not None:
-            return f"step {version.step} is of another model: {self._training.difference(other)}"
+            with contextlib.suppress(Exception):  # of the parts of this rank's state; others wait for it
+                return f"step {version.step} is of another model: {self._training.difference(other)}"
+            return f"step {version.step} is of another model"
         missing = sorted(set(range(max((int(size or 0) for size in sizes), default=0))) - set(layouts))
         return f"step {version.step} is of {max(map(str, sizes))} ranks, and nobody has shard {_listed(missing)} of it"
 

@@ -8,6 +8,7 @@ import os
 import secrets
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -105,7 +106,8 @@ class Registration:
         self._path = on_all(group, lambda: socket_path(storage.holder_socket), ValueError)
         self.run_id, self.about = run_id, about
         self.topology = topology_digest(about)
-        self.marker = RunMarker(self._path, run_id)
+        disk = storage.disk
+        self.marker = RunMarker(self._path, run_id, None if disk is None else Path(disk.directory))
         self._domain = domain if domain is not None else os.environ.get("THINWIRE_DOMAIN", "")
         self.wanted: Mapping[str, Sequence[str]] = {}
         self.chosen: tuple[int, int] | None = None

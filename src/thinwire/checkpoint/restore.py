@@ -119,7 +119,7 @@ class Restorer:
         registration.reconnect()  # after a try that failed: without it only the disk would be left
         marked, standbys = registration.marker.read(), os.environ.get(STANDBYS_VARIABLE, "").split()
         gathered = gather_json([asdict(marked), standbys], self._group)
-        self._known = KnownRun(*(max(each[name] for each, _ in gathered) for name in ("step", "attempt")))
+        self._known = max((KnownRun(each["step"], each["attempt"]) for each, _ in gathered), key=KnownRun.order)
         self._origins = {
             holder: each["origin"]
             for holder, (each, _) in zip(registration.holders, gathered, strict=True)
@@ -167,10 +167,17 @@ class Restorer:
     def remember(self, step: int) -> None:
         """Have this host remember that the run has reached a step, once it is beyond its beginning; not collective."""
         if not self._remembers and step > _UNFINISHED * self._every:
-            self._remembers, registration = True, self._registration
-            if registration.is_first:
-                holders = tuple(sorted(set(registration.holders)))
-                registration.marker.write(KnownRun(step, self._known.attempt, holders, self._origin))
+            self._remembers = True
+            holders = tuple(sorted(set(self._registration.holders)))
+            self._mark(KnownRun(step, self._known.attempt, holders, self._origin))
+
+    def _mark(self, known: KnownRun) -> None:
+        registration = self._registration
+        if registration.is_first and (reason := registration.marker.write(known)):
+            self._notices.add(
+                f"{os.uname().nodename} cannot remember run {self._run_id!r}, so a restart that gets nothing of it"
+                f" would start over in silence: {reason}"
+            )
 
     def begin(self) -> Restored:
         """Survey for a training that begins without a restore; collective.
@@ -205,9 +212,8 @@ class Restorer:
         self._forget()
         if self._tier is not None:
             self._tier.give_up()
-        if self._registration.is_first:  # holders outside of the job keep what is given up here
-            self._registration.marker.write(KnownRun(attempt=surveyed.attempt))
         self._known, self._remembers = KnownRun(attempt=surveyed.attempt), False
+        self._mark(self._known)  # holders outside of the job keep what is given up here
         return self._fresh(surveyed.attempt)
 
     def _forget(self) -> None:

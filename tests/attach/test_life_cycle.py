@@ -616,8 +616,9 @@ def _file_each(context: RankContext, shared: Path) -> None:
     step(0)
     attachment.save(own)
     attachment.save(shared / "all")
-    sent = attachment.stats()["comm/bytes_sent"]
+    sent, others = attachment.stats()["comm/bytes_sent"], other_bytes()
     gathered = attachment.state_dict()
+    assert other_bytes() - others < (3_000 if context.rank == 0 else 25_000), "rank 0 gets each state once"
     assert attachment.stats()["comm/bytes_sent"] == sent, "no gradients"
     before, others = step(1), other_bytes()
     attachment.load(own)

@@ -136,6 +136,17 @@ def test_ranks_that_load_what_was_never_compared_are_compared(socket: str) -> No
     assert re.search("step [34], restored from memory, is not certified: .* of ranks 0, 1 differ", restored[0])
 
 
+def edit(directory: str, **fields: Any) -> None:
+    """Have step 3 on the disk as another release wrote it, or somebody else."""
+    dist.barrier()
+    if dist.get_rank() == 0:
+        path = Path(directory) / "step-00000003/thinwire.json"
+        about = {name: value for name, value in json.loads(path.read_text()).items() if name != "digest"}
+        about = {name: value for name, value in (about | fields).items() if value != "missing"}
+        digest = tier._digest_of(tier._canonical(about))
+        path.write_text(json.dumps({**about, "digest": digest}))
+
+
 def saves(context: RankContext, socket: str, directory: str) -> dict[str, Any]:
     """What is on the disk, and what is restored of it once the memory is gone."""
     found: dict[str, Any] = {}
@@ -147,16 +158,6 @@ def saves(context: RankContext, socket: str, directory: str) -> dict[str, Any]:
             found[name] = training.checkpointer.restore()
         found[f"{name}, told"] = texts
         return training
-
-    def edit(**fields: Any) -> None:
-        """As another release wrote it, or somebody else."""
-        dist.barrier()
-        if context.rank == 0:
-            path = Path(directory) / "step-00000003/thinwire.json"
-            about = {name: value for name, value in json.loads(path.read_text()).items() if name != "digest"}
-            about = {name: value for name, value in (about | fields).items() if value != "missing"}
-            digest = tier._digest_of(tier._canonical(about))
-            path.write_text(json.dumps({**about, "digest": digest}))
 
     first = restart("first")
     first.train(2)
@@ -181,10 +182,10 @@ def saves(context: RankContext, socket: str, directory: str) -> dict[str, Any]:
         second.checkpointer.persist_now()
     second.checkpointer.close()
     for name, value in (("missing", "missing"), ("forged", 1), ("text", "true")):
-        edit(certified=value)
+        edit(directory, certified=value)
         restart(name).checkpointer.close()
     restart("off", on_divergence="off").checkpointer.close()
-    edit(certified="missing", step=3)
+    edit(directory, certified="missing", step=3)
     found["listed"] = sorted(path.name for path in Path(directory).glob("step-*"))
     return found
 
@@ -201,3 +202,28 @@ def test_only_what_was_compared_is_on_the_disk_to_go_back_to(socket: str, tmp_pa
             assert found[name] == 2, "the certified one"
             assert len(found[f"{name}, told"]) == (rank == 0)
         assert (found["off"], found["off, told"]) == (3, [])
+
+
+def cannot_say(context: RankContext, socket: str, directory: str) -> str:
+    """Rank 1 cannot say what of its state should be alike, which the disk does not say either."""
+    training = Training(socket, "run", disk=Disk(directory))
+    training.checkpointer.restore()
+    training.train(3)
+    training.checkpointer.persist_now()
+    training.checkpointer.close()
+    edit(directory, certified="missing")
+
+    def fails(step: int) -> Any:
+        raise OSError("a part of the state is gone")
+
+    with contextlib.closing(Training(socket, "again", disk=Disk(directory)).checkpointer) as checkpointer:
+        if context.rank == 1:
+            object.__setattr__(checkpointer._training, "capture", fails)
+        with pytest.raises(ThinwireError) as caught:
+            checkpointer.restore()
+    return str(caught.value)
+
+
+def test_what_one_rank_cannot_say_of_a_disk_is_an_error_of_all(socket: str, tmp_path: Path) -> None:
+    outcomes = run_ranks(cannot_say, socket, str(tmp_path / "disk"), world_size=2, timeout_seconds=60)
+    assert {outcome.value for outcome in outcomes} == {"rank 1: OSError: a part of the state is gone"}

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -308,17 +309,14 @@ def test_certified_goes_before_newer_and_else_the_newest_does(verdicts: list[boo
 
 
 @pytest.mark.parametrize("compares", [True, False])
-@pytest.mark.parametrize(
-    ("told", "certified"),
-    [({"certified": True}, True), ({"certified": None}, None), ({"certified": False}, False), ({}, False)]
-    + [({"certified": forged}, False) for forged in (1, 0, "true", [True], {})],
-)
-def test_what_the_disk_does_not_say_is_not_certified(
-    told: dict[str, Any], certified: bool | None, compares: bool
-) -> None:
+@pytest.mark.usefixtures("one_rank")
+def test_what_the_disk_does_not_say_is_not_certified(compares: bool) -> None:
     """But where ranks are not to be alike, and of a checkpoint of one rank, there is nothing to certify."""
     training = TrainingState(torch.nn.Linear(3, 2), compares=compares)
-    restorer = cast(Restorer, SimpleNamespace(_training=training))
-    expected = certified if compares or certified else None
-    assert Restorer._is_certified(restorer, {"world_size": 2, **told}) is expected
-    assert Restorer._is_certified(restorer, {"world_size": 1, **told}) is None
+    restorer = cast(Restorer, SimpleNamespace(_training=training, _group=dist.group.WORLD))
+    said: list[tuple[dict[str, Any], bool | None]] = [({"certified": True}, True), ({"certified": None}, None)]
+    said += [({}, False)] + [({"certified": each}, False) for each in (False, 1, 0, "true", [True], {})]
+    for told, certified in said:
+        expected = certified if compares or certified else None
+        assert Restorer._are_certified(restorer, [{"world_size": 2, **told}]) == [expected]
+        assert Restorer._are_certified(restorer, [{"world_size": 1, **told}]) == [None]

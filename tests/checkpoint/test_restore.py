@@ -213,10 +213,17 @@ def test_two_trainings_of_one_name_that_never_met_are_said(sockets: list[str]) -
 def test_a_known_run_that_nobody_has_does_not_start_anew_in_silence(
     sockets: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All hosts were started again, and the directory on the disk is not mounted: it is there, and empty."""
+    """All hosts were started again, and the directory on the disk is not mounted: it is there, and empty. Or the hosts
+    are others, and the disk has no checkpoint yet."""
     options = {"replicas": 1, "disk": Disk(tmp_path / "disk", every="1d")}
     assert start(sockets[:1], 6, **options)[:2] == (None, ""), "the first start of a run is none"
     restart(sockets[0])
+    here, disk = RunMarker(Path(sockets[0]), "run", tmp_path / "disk").paths
+    for path, other in ((here, disk), (disk, here)):
+        os.rename(path, tmp_path / "kept")
+        refused, _, _ = start(sockets[:1], 1, **options)
+        assert "it had reached step " in refused, f"which {other} says"
+        os.rename(tmp_path / "kept", path)
     rarely, _, _ = start(sockets[:1], 1, every=10, **options)
     assert "it had reached step " in rarely, "however often versions are made from now on"
     refused, _, _ = start(sockets[:1], 1, **options)
@@ -224,6 +231,15 @@ def test_a_known_run_that_nobody_has_does_not_start_anew_in_silence(
         assert said in refused
     assert start(sockets[:1], 1, {"fresh": True}, **options)[0] is None
     assert start(sockets[:1], 0, **options)[0] == 1, "which is the same run from then on"
+
+
+def test_a_host_that_cannot_remember_a_run_says_so(sockets: list[str]) -> None:
+    path = RunMarker(Path(sockets[0]), "run").paths[0]
+    path.mkdir()
+    assert (
+        f"cannot remember run 'run', so a restart that gets nothing of it would start over in silence: {path}"
+        in (start(sockets[:1], 4, replicas=1)[1])
+    )
 
 
 def test_a_restart_that_finds_nothing_says_so(sockets: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import os
 import secrets
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -37,6 +38,10 @@ logger = logging.getLogger("thinwire")
 
 _PAGE_BYTES = 4096
 LAYOUT_BYTES = 16 << 10  # grows with the first version
+_BIND = (
+    "end it with: thinwire holder --stop, and start one with --bind ADDRESS, or torchrun's thinwire rendezvous with"
+    " --local-addr ADDRESS or THINWIRE_BIND"
+)
 _JOBS: dict[int, str] = {}  # by process, because a forked one is another job
 
 
@@ -105,7 +110,8 @@ class Registration:
         self._path = on_all(group, lambda: socket_path(storage.holder_socket), ValueError)
         self.run_id, self.about = run_id, about
         self.topology = topology_digest(about)
-        self.marker = RunMarker(self._path, run_id)
+        disk = storage.disk
+        self.marker = RunMarker(self._path, run_id, None if disk is None else Path(disk.directory))
         self._domain = domain if domain is not None else os.environ.get("THINWIRE_DOMAIN", "")
         self.wanted: Mapping[str, Sequence[str]] = {}
         self.chosen: tuple[int, int] | None = None
@@ -122,6 +128,7 @@ class Registration:
         self._room = (0, 0)  # bytes of a payload and of a layout
         self._attempt = -1
         self.holders: list[str] = []
+        self._names: dict[str, str] = {}  # of their hosts
         self.peers: list[str] = []
         self.replicas = storage.replicas
         first = gather_json(_JOBS.setdefault(os.getpid(), secrets.token_hex(8)), group)[0]
@@ -165,6 +172,7 @@ class Registration:
             )
             self.replicas = 1
         copies = holders_of(self.holders, self.replicas, self._domains)  # or an error: too few machines
+        on_all(self.group, lambda: self._call(copies), ValueError)
         labels = dict(zip(self.holders, self._domains or self.holders, strict=True))
         sharing = sorted({held[0] for held in copies if len({labels[holder] for holder in held}) < len(held)})
         if sharing:
@@ -172,6 +180,19 @@ class Registration:
                 "two copies of one shard are in one failure domain, whose loss would cost both, for the hosts"
                 f" {', '.join(sharing[:8])}{' and more' * (len(sharing) > 8)}: spread the job over more domains"
             )
+
+    def _call(self, copies: Sequence[Sequence[str]]) -> None:
+        """Have the holder of this host call another one, and those that get its copies. Raises ValueError if one is not
+        reached at its address, which is what whoever started it said, or takes no call under this job's secret."""
+        hosts = sorted(set(self.holders))
+        called = {hosts[hosts.index(self.here) - 1], *(h for held in copies if held[0] == self.here for h in held)}
+        called -= {self.here}
+        if self.client is not None and self.is_first and called:
+            for address, reason in self.client.look(self.run_id, called)[1].items():
+                raise ValueError(
+                    f"{os.uname().nodename} cannot reach the holder of {self._names[address]} at {address}: {reason}."
+                    f" If that is no address on which others reach it, {_BIND}"
+                )
 
     def _warn(self, text: str) -> None:
         if self.rank == 0:
@@ -207,7 +228,7 @@ class Registration:
             except ThinwireError as reason:
                 error = str(reason)
         mine = {"address": address, "error": error, "names": [self.run_id, self.topology], "domain": self._domain}
-        mine |= {"machine": boot_id() or "", "network": network_identity()}
+        mine |= {"machine": boot_id() or "", "network": network_identity(), "host": os.uname().nodename}
         gathered = gather_json(mine, self.group)
         for rank, each in enumerate(gathered):
             if each["names"] != gathered[0]["names"]:
@@ -218,13 +239,16 @@ class Registration:
         self.holders = [each["address"] for each in gathered]
         labels = [each["domain"] or each["address"] for each in gathered]
         self._domains = labels if any(each["domain"] for each in gathered) else None
+        first = {each["address"]: each for each in reversed(gathered)}
+        self._names = {address: each["host"] for address, each in first.items()}
         local = next((holder for holder in self.holders if is_loopback(parse_address(holder)[0])), None)
-        where = "network" if len(set(self.holders)) > 1 else "machine"  # containers may share one holder by its socket
+        where = "network" if len(first) > 1 else "machine"  # containers may share one holder by its socket
         if local is not None and len({each[where] for each in gathered}) > 1:
-            raise ValueError(
-                f"other hosts cannot reach the holder at {local}: end it with: thinwire holder --stop, and start one"
-                " with --bind ADDRESS, or torchrun's thinwire rendezvous with --local-addr ADDRESS or THINWIRE_BIND"
-            )
+            raise ValueError(f"other hosts cannot reach the holder at {local}: {_BIND}")
+        for each in gathered:
+            address = each["address"]
+            if first[address]["machine"] != each["machine"]:
+                raise ValueError(f"{self._names[address]} and {each['host']} have their holders at {address}: {_BIND}")
 
     def reconnect(self) -> None:
         """Reconnect if necessary and possible; not collective."""

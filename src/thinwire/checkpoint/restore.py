@@ -119,7 +119,7 @@ class Restorer:
         registration.reconnect()  # after a try that failed: without it only the disk would be left
         marked, standbys = registration.marker.read(), os.environ.get(STANDBYS_VARIABLE, "").split()
         gathered = gather_json([asdict(marked), standbys], self._group)
-        self._known = KnownRun(*(max(each[name] for each, _ in gathered) for name in ("step", "attempt")))
+        self._known = max((KnownRun(each["step"], each["attempt"]) for each, _ in gathered), key=KnownRun.order)
         self._origins = {
             holder: each["origin"]
             for holder, (each, _) in zip(registration.holders, gathered, strict=True)
@@ -167,10 +167,17 @@ class Restorer:
     def remember(self, step: int) -> None:
         """Have this host remember that the run has reached a step, once it is beyond its beginning; not collective."""
         if not self._remembers and step > _UNFINISHED * self._every:
-            self._remembers, registration = True, self._registration
-            if registration.is_first:
-                holders = tuple(sorted(set(registration.holders)))
-                registration.marker.write(KnownRun(step, self._known.attempt, holders, self._origin))
+            self._remembers = True
+            holders = tuple(sorted(set(self._registration.holders)))
+            self._mark(KnownRun(step, self._known.attempt, holders, self._origin))
+
+    def _mark(self, known: KnownRun) -> None:
+        registration = self._registration
+        if registration.is_first and (reason := registration.marker.write(known)):
+            self._notices.add(
+                f"{os.uname().nodename} cannot remember run {self._run_id!r}, so a restart that gets nothing of it"
+                f" would start over in silence: {reason}"
+            )
 
     def begin(self) -> Restored:
         """Survey for a training that begins without a restore; collective.
@@ -205,9 +212,8 @@ class Restorer:
         self._forget()
         if self._tier is not None:
             self._tier.give_up()
-        if self._registration.is_first:  # holders outside of the job keep what is given up here
-            self._registration.marker.write(KnownRun(attempt=surveyed.attempt))
         self._known, self._remembers = KnownRun(attempt=surveyed.attempt), False
+        self._mark(self._known)  # holders outside of the job keep what is given up here
         return self._fresh(surveyed.attempt)
 
     def _forget(self) -> None:
@@ -428,11 +434,10 @@ class Restorer:
     def _on_disk(self) -> tuple[list[_Candidate], list[str]]:
         candidates, reasons = [], []
         readable, unreadable = self._tier.survey() if self._tier is not None else ([], [])
-        for about in readable:
+        for about, certified in zip(readable, self._are_certified(readable), strict=True):
             assert self._tier is not None
             if about["state"] == self._registration.about["state"]:
-                where = f"in {self._tier.directory}, step {about['step']}"
-                load, certified = partial(self._read, about), self._is_certified(about)
+                where, load = f"in {self._tier.directory}, step {about['step']}", partial(self._read, about)
                 candidates.append(_Candidate(about["attempt"], about["step"], where, load, certified, on_disk=True))
             else:
                 difference = ""
@@ -443,13 +448,18 @@ class Restorer:
             reasons.append(f"steps {_listed(unreadable)} in {self._tier.directory} cannot be read")
         return candidates, reasons
 
-    def _is_certified(self, about: dict[str, Any]) -> bool | None:
-        """Whether a checkpoint on the disk is. One of an earlier release does not say so, so it is not."""
-        gathered = about.get("certified", False)
-        if gathered is None or about["world_size"] < 2:
-            return None
-        encoder = StateEncoder(self._training.is_replicated)
-        return gathered is True or (False if encoder.encode(self._training.capture(0)).shared_bytes else None)
+    def _are_certified(self, abouts: Sequence[dict[str, Any]]) -> list[bool | None]:
+        """Whether checkpoints on the disk are; collective. One of an earlier release does not say so, so it is not, if
+        any rank has something that others should have alike."""
+        result = [None if about["world_size"] < 2 else about.get("certified", False) for about in abouts]
+        if all(each is None or each is True for each in result):
+            return result
+
+        def has_alike() -> bool:
+            return StateEncoder(self._training.is_replicated).encode(self._training.capture(0)).shared_bytes > 0
+
+        otherwise = False if any(gather_json(on_all(self._group, has_alike), self._group)) else None
+        return [each if each is None or each is True else otherwise for each in result]
 
     def _read(self, about: dict[str, Any]) -> None:
         """A checkpoint on the disk, of the same number of ranks or of another."""
@@ -500,7 +510,9 @@ class Restorer:
         if not layouts:
             return f"nobody can read what step {version.step} is made of"
         if other is not None:
-            return f"step {version.step} is of another model: {self._training.difference(other)}"
+            with contextlib.suppress(Exception):  # of the parts of this rank's state; others wait for it
+                return f"step {version.step} is of another model: {self._training.difference(other)}"
+            return f"step {version.step} is of another model"
         missing = sorted(set(range(max((int(size or 0) for size in sizes), default=0))) - set(layouts))
         return f"step {version.step} is of {max(map(str, sizes))} ranks, and nobody has shard {_listed(missing)} of it"
 

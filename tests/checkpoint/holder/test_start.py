@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import pwd
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from holders import SECRET
+from thinwire.checkpoint.holder import start
 from thinwire.checkpoint.holder.client import HolderClient
 from thinwire.checkpoint.holder.start import (
     HolderOptions,
+    KnownRun,
     RunMarker,
     birth_of,
     default_directory,
@@ -21,6 +26,7 @@ from thinwire.checkpoint.holder.start import (
     start_holder,
     stop_holder,
 )
+from thinwire.checkpoint.holder.version import NONCE_BITS
 from thinwire.errors import PeerError
 
 pytestmark = pytest.mark.ranks
@@ -47,14 +53,70 @@ def test_a_path_that_is_too_long_for_a_socket_names_what_to_set(
         socket_path()
 
 
-def test_a_user_without_a_home_remembers_runs_beside_the_socket(monkeypatch: pytest.MonkeyPatch) -> None:
-    def nowhere() -> Path:
-        raise RuntimeError("Could not determine home directory.")
+def test_the_environment_names_one_socket_for_all_working_directories(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Frameworks change the directory between the start of a process and its Checkpointer, each start to another."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("THINWIRE_HOLDER", "holder.sock")
+    with pytest.raises(ValueError, match=r"THINWIRE_HOLDER=holder.sock .*: set it to an absolute path"):
+        socket_path()
+    assert socket_path("named.sock") == tmp_path / "named.sock", "what is named here means what it means here"
 
+
+@pytest.fixture
+def homes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where this user's homes are, one of its entry, and the directory of its socket, none of which is there yet."""
     monkeypatch.delenv("XDG_STATE_HOME", raising=False)
-    monkeypatch.setattr(Path, "home", nowhere)
+    monkeypatch.setattr(pwd, "getpwuid", lambda uid: SimpleNamespace(pw_dir=str(tmp_path / "entry")))
+    monkeypatch.setattr(start, "default_directory", lambda: tmp_path / "sockets")
+    return tmp_path
+
+
+def test_a_run_is_known_whatever_home_it_was_started_with(homes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a login, by cron and by sudo, after a reboot, and where an earlier release has written it."""
+
+    def marker(home: str, state: str = "") -> RunMarker:
+        monkeypatch.setenv("HOME", str(homes / home))
+        monkeypatch.setenv("XDG_STATE_HOME", state and str(homes / state))
+        return RunMarker(homes / "sockets/holder.sock", "run")
+
+    assert marker("a").read() == KnownRun()
+    assert marker("a").write(KnownRun(40, origin=7)) == ""
+    for start_again in (("b",), ("b", "state")):
+        assert marker(*start_again).read() == KnownRun(40, origin=7)
+    shutil.rmtree(homes / "sockets")
+    assert marker("b").read().step == 40
+    shutil.rmtree(homes / "entry")
+    assert (marker("b").read().step, marker("a").read().step) == (-1, 40)
+    given_up = KnownRun(attempt=3 << NONCE_BITS)
+    marker("b").write(given_up)
+    assert marker("a").read() == given_up, "which is newer than what was before it"
+    marker("a").remove()
+    assert marker("a").read() == KnownRun()
+
+
+def test_a_disk_remembers_a_run_too(homes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All hosts are others now. In which training one of them took part, it knows itself."""
+    monkeypatch.setenv("HOME", "")
+    socket, disk = homes / "named/h", homes / "disk"
+    assert RunMarker(socket, "run", disk).write(KnownRun(5, holders=("a:1",), origin=7)) == ""
+    assert not disk.exists(), "which may be mounted there later"
+    disk.mkdir()
+    RunMarker(socket, "run", disk).write(KnownRun(6, holders=("a:1",), origin=7))
+    other = RunMarker(homes / "new/h", "run", disk)
+    assert other.read() == KnownRun(6, holders=("a:1",))
+    assert RunMarker(socket, "other run", disk).read() == KnownRun()
+    (homes / "new").touch()
+    assert other.write(KnownRun(7)) == "", "in one of two"
+    assert RunMarker(socket, "run", disk).read() == KnownRun(7, origin=7)
+    assert f"{homes}/new/h.run-" in RunMarker(homes / "new/h", "run").write(KnownRun(7))
+
+
+def test_a_user_without_a_home_remembers_runs_beside_the_socket(homes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
     monkeypatch.setattr("os.path.expanduser", lambda path: path)
-    assert default_directory() in RunMarker(default_directory() / "holder.sock", "run").path.parents
+    assert [path.parent for path in RunMarker(homes / "sockets/holder.sock", "run").paths] == [homes / "sockets"]
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import hashlib
 import json
 import logging
 import os
+import pwd
 import secrets
 import signal
 import stat
@@ -83,6 +84,10 @@ def socket_path(given: str | Path | None = None) -> Path:
     named = given or os.environ.get(SOCKET_VARIABLE)
     if named:
         path = Path(named).absolute()
+        if not given and not os.path.isabs(named):
+            raise ValueError(
+                f"{SOCKET_VARIABLE}={named} is another socket in each working directory: set it to an absolute path"
+            )
         if not path.parent.is_dir():
             raise ValueError(f"{path.parent} is not a directory")
         if len(os.fsencode(path)) > _PATH_BYTES:
@@ -306,38 +311,63 @@ class KnownRun:
     def has_given_up(self, attempt: int) -> bool:
         return attempt >> NONCE_BITS < self.attempt >> NONCE_BITS
 
+    def order(self) -> tuple[int, int]:
+        """Sort key, newest last: a fresh start is newer than all steps before it."""
+        return self.attempt >> NONCE_BITS, self.step
+
 
 class RunMarker:
-    """The file in which a host remembers a run: beside the socket, or below $XDG_STATE_HOME for the default socket."""
+    """Files in which a host remembers a run, each where a later start may look: beside the socket; for the default one,
+    which a reboot may delete, below each home that this user has; and in the ``directory`` of a disk, if that is there.
+    """
 
-    def __init__(self, socket: Path, run_id: str) -> None:
-        directory = socket.parent
-        if directory == default_directory():
-            # Without a home the path is relative, and so below the directory of the socket.
-            directory = Path(directory, os.getenv("XDG_STATE_HOME") or os.path.expanduser("~/.local/state"), "thinwire")
+    def __init__(self, socket: Path, run_id: str, directory: Path | None = None) -> None:
         name = hashlib.sha256(run_id.encode(errors="surrogatepass")).hexdigest()[:16]  # an id may be no UTF-8
-        self.path = directory / f"{socket.name}.run-{name}"
+        is_default = socket.parent == default_directory()
+        self._own = [socket.parent, *(_state_directories() if is_default else [])]
+        self.paths = [each / f"{socket.name}.run-{name}" for each in self._own]
+        self.paths += [directory / f"run-{name}"] if directory is not None else []
 
     def read(self) -> KnownRun:
-        """Return what is known; nothing if there is no file, or it cannot be read."""
-        try:
-            values: Any = parse_json(self.path.read_bytes())
-            holders = tuple(map(str, field(values, "holders", list)))
-            origin = field({"origin": -1, **values}, "origin", int, -1)  # earlier releases wrote none
-            return KnownRun(field(values, "step", int, -1), field(values, "attempt", int), holders, origin)
-        except (OSError, CorruptMessageError):
-            return KnownRun()
+        """Return what is known; nothing if there is no file, or none can be read."""
+        known = [_read_marker(path) for path in self.paths]
+        own = max(known[: len(self._own)], key=KnownRun.order)  # in which training this host took part, it knows itself
+        return max(own, *(replace(each, origin=own.origin) for each in known), key=KnownRun.order)
 
-    def write(self, known: KnownRun) -> None:
-        """Replace the file. If it cannot be written, the log says so, and training goes on."""
-        partial = self.path.with_name(f"{self.path.name}.partial")
-        try:
-            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            partial.write_text(json.dumps(asdict(known)))
-            partial.replace(self.path)
-        except OSError as error:
-            logger.info("%s cannot be written, so this host does not remember the run: %s", self.path, error)
+    def write(self, known: KnownRun) -> str:
+        """Replace all files, and return why none of them could be, or an empty text: training goes on."""
+        reasons = []
+        for each in self._own:
+            with contextlib.suppress(OSError):
+                each.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for path in self.paths:
+            partial = path.with_name(f"{path.name}.{os.uname().nodename}.partial")  # hosts may share a home, or a disk
+            try:
+                partial.write_text(json.dumps(asdict(known)))
+                partial.replace(path)
+            except OSError as error:
+                reasons.append(f"{path}: {error.strerror}")
+        return "; ".join(reasons) if len(reasons) == len(self.paths) else ""
 
     def remove(self) -> None:
-        with contextlib.suppress(OSError):
-            self.path.unlink()
+        for path in self.paths:
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+def _state_directories() -> list[Path]:
+    """Below the homes of this user: by its entry, and by the environment, in which cron and sudo have another one."""
+    states = [os.getenv("XDG_STATE_HOME", ""), os.path.expanduser("~/.local/state")]
+    with contextlib.suppress(KeyError):
+        states.append(os.path.join(pwd.getpwuid(os.getuid()).pw_dir, ".local/state"))
+    return list(dict.fromkeys(Path(state, "thinwire") for state in states if os.path.isabs(state)))
+
+
+def _read_marker(path: Path) -> KnownRun:
+    try:
+        values: Any = parse_json(path.read_bytes())
+        holders = tuple(map(str, field(values, "holders", list)))
+        origin = field({"origin": -1, **values}, "origin", int, -1)  # earlier releases wrote none
+        return KnownRun(field(values, "step", int, -1), field(values, "attempt", int), holders, origin)
+    except (OSError, CorruptMessageError):
+        return KnownRun()

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+from thinwire.comm.c10d import check_names
 from thinwire.comm.channel import Subject
 from thinwire.comm.collectives import Collectives
 from thinwire.comm.lane import Group, Lane, resolve_group
@@ -158,6 +159,7 @@ def _kind(tensor: Tensor) -> str:
 def _lane_of(group: dist.ProcessGroup) -> Lane:
     """Return the lane of a group; the first call, which all its ranks make, creates it."""
     if group not in _lanes:
+        check_names("sparse_all_reduce", 'call torch.distributed.all_reduce, under init_process_group("thinwire")')
         lane = _lanes[group] = Lane(group)
         weakref.finalize(group, lane.abandon)
     return _lanes[group]

@@ -123,6 +123,7 @@ class _Count:
 
 def create(options: c10d.BackEndOptions, settings: object) -> ThinwireGroup:
     """Make a process group; torch calls it in ``init_process_group`` and ``new_group``."""
+    c10d.check_names('the back end "thinwire"', 'call init_process_group("gloo")', c10d.UNREGISTERED)
     if settings is None:
         world = dist.group.WORLD
         settings = world.settings if isinstance(world, ThinwireGroup) else Options.parse(os.environ.get(VARIABLE, ""))

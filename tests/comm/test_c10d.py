@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
+import thinwire
+from hidden import Without
+from thinwire import backend
+from thinwire.checkpoint import Checkpointer, MemoryWriter, Storage
 from thinwire.comm import c10d
+from thinwire.lab.testbed.launch import RankContext, run_ranks
+from thinwire.outer import Members, diloco
+from thinwire.reproducible import Steps
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -59,3 +68,41 @@ def test_a_group_that_torch_does_not_know_has_a_timeout_and_global_ranks() -> No
     ones = torch.ones(2)
     group.allreduce([ones]).wait()
     assert torch.equal(ones, torch.ones(2))
+
+
+def _calls() -> list[tuple[str, str, Callable[[], object]]]:
+    """What makes groups, the names that it needs, and a call of it."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    kept, both = Storage(run_id="of a test"), f"{c10d.NEEDED} {c10d.UNREGISTERED}"
+    outer = lambda recipe, group=None: thinwire.outer.attach(model, optimizer, recipe, process_group=group)  # noqa: E731
+    return [
+        ("attach", c10d.NEEDED, lambda: thinwire.attach(model)),
+        ("sparse_all_reduce", c10d.NEEDED, lambda: thinwire.sparse_all_reduce(torch.ones(4))),
+        ("a checkpoint in memory", c10d.NEEDED, lambda: Checkpointer(model, storage=kept)),
+        ("a checkpoint in memory", c10d.NEEDED, lambda: MemoryWriter(kept)),
+        ("outer.attach", c10d.NEEDED, lambda: outer(diloco(every=2))),
+        ("outer.attach", both, lambda: outer(diloco(every=2, min_ranks=1))),
+        ("outer.attach", both, lambda: outer(diloco(every=2), Members(dist.HashStore(), 0, 2))),
+        ("reproducible.Steps", both, lambda: Steps(model, micro_batches=2, steps=2)),
+        ("reproducible.Steps", both, lambda: Steps(model, 2, 2, process_group=Members(dist.HashStore(), 0, 2))),
+        ('the back end "thinwire"', c10d.UNREGISTERED, lambda: backend.create(None, None)),  # type: ignore[arg-type]
+    ]
+
+
+def _refuses_alone(context: RankContext) -> list[float]:
+    for what, names, call in _calls() if context.rank == 0 else ():  # it would wait for the others if it sent anything
+        for name in names.split():
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(c10d, "distributed_c10d", Without(c10d.distributed_c10d, name))
+                with pytest.raises(ValueError, match=f"^{what} does not know torch ") as refused:
+                    call()
+            for part in (torch.__version__, repr(name.split(".")[-1]), f": install torch {c10d.TESTED}, or "):
+                assert part in str(refused.value), (what, name)
+    return thinwire.sparse_all_reduce(torch.ones(2)).tolist()
+
+
+@pytest.mark.ranks
+def test_a_torch_without_a_name_is_refused_before_anything_is_sent() -> None:
+    """By each call that makes groups, for each name that it needs."""
+    assert [outcome.value for outcome in run_ranks(_refuses_alone, world_size=2)] == [[2.0, 2.0]] * 2

@@ -20,6 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
+from hidden import Without
+from thinwire.comm import c10d
 from thinwire.gradients import torch_internals as internals
 from thinwire.gradients.sharded import layout, tables
 from thinwire.lab.testbed.launch import RankContext, run_ranks
@@ -270,18 +272,6 @@ def test_fsdp_says_in_what_dtype_and_order_it_reduces(name: str) -> None:
     assert kept == {internals.kept_dtype(source) for source in seen}
 
 
-class Without:
-    """What has a private name in this torch, as it is in one that does not have it."""
-
-    def __init__(self, owner: object, hidden: str) -> None:
-        self._owner, self._hidden = owner, hidden.split(".")[0]
-
-    def __getattr__(self, name: str) -> Any:
-        if name == self._hidden:
-            raise AttributeError(f"{type(self._owner).__name__!r} object has no attribute {name!r}", name=name)
-        return getattr(self._owner, name)
-
-
 class Tower(nn.Module):
     """A table that stays with FSDP, and a layer."""
 
@@ -308,16 +298,16 @@ def of_kind(kind: str) -> nn.Module:
 def test_attach_refuses_a_torch_without_a_name(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = of_kind(kind)
     everything = list(internals.needed(model))
-    for place, (owner, names) in enumerate(everything):
+    for number, (owner, names) in enumerate(everything):
         for name in names.split():
-            hidden = [*everything[:place], (Without(owner, name), names), *everything[place + 1 :]]
+            hidden = [*everything[:number], (Without(owner, name), names), *everything[number + 1 :]]
             monkeypatch.setattr(internals, "needed", lambda model, hidden=hidden: iter(hidden))
             with pytest.raises(ValueError, match="attach does not know torch") as refused:
                 thinwire.attach(model)
             told = str(refused.value)
             assert torch.__version__ in told
-            assert repr(name.split(".")[0]) in told
-            assert f"install torch {internals.TESTED}" in told
+            assert repr(name.split(".")[-1]) in told
+            assert f"install torch {c10d.TESTED}" in told
     monkeypatch.undo()
     sync = thinwire.attach(model)
     model(torch.ones(2, dtype=torch.int64)).sum().backward()

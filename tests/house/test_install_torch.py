@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from thinwire.gradients.torch_internals import TESTED
+from thinwire.comm.c10d import TESTED
 
 ROOT = Path(__file__).parents[2]
 CPU = ("--no-deps", "--index-url", "https://download.pytorch.org/whl/cpu", "--timeout", "15", "--retries", "1")

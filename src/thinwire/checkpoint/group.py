@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from thinwire.checkpoint.holder.start import AGENT_VARIABLE
 from thinwire.comm import agree, lane
+from thinwire.comm.c10d import check_names
 from thinwire.comm.connections import PrivateGroup
 from thinwire.comm.lane import Group
 from thinwire.comm.process_group import Exchange
@@ -28,6 +29,7 @@ def private_group(parent: Group, timeout: timedelta | None) -> PrivateGroup:
 
     It can be shut down under a thread that waits in it. Without a ``timeout`` ranks wait for each other for 30 minutes.
     """
+    check_names("a checkpoint in memory", "save by torch.distributed.checkpoint")
     return lane.private_group(parent, timeout or _TIMEOUT)
 
 

@@ -1,5 +1,7 @@
 """Names of torch that are not public, and that process groups need: `thinwire.comm`, `outer` and `backend`.
 
+Each call that makes groups looks by `check_names` at all that it needs, before anything is sent.
+
 | names of ``torch.distributed.distributed_c10d`` | known in torch |
 |---|---|
 | ``_get_object_coll_device``, ``_get_process_group_store``, ``_get_default_store`` | 2.11 to 2.15 |
@@ -13,9 +15,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from itertools import chain
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -25,10 +29,33 @@ from torch.distributed import distributed_c10d
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import _DistributedBackendOptions as BackEndOptions
 
+TESTED = "2.11 to 2.15"
+"""Versions of torch of which `make test-torches` runs the oldest and the newest."""
 NEEDED = """_get_object_coll_device _get_process_group_store _get_default_store _new_process_group_helper
     _world.pg_group_ranks"""
-"""Those that every group of ours needs."""
+"""Those that a group of ours needs whose ranks torch knows."""
+UNREGISTERED = """ProcessGroup._get_backend ProcessGroup._register_backend ProcessGroup._set_default_backend
+    ProcessGroupGloo._set_default_timeout"""
+"""Those that a group needs which torch does not know: of `Members`, and of the back end."""
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+def check_names(what: str, instead: str, names: str = NEEDED, of_model: Iterable[tuple[object, str]] = ()) -> None:
+    """Raise ValueError for a private name that this torch does not have; on every rank, as all have one torch.
+
+    Args:
+        what: the call that needs the names.
+        instead: what works without them.
+        names: names of ``torch.distributed.distributed_c10d``.
+        of_model: others, each with what has it; later ones may need earlier ones.
+    """
+    try:
+        for owner, needed in chain([(distributed_c10d, names)], of_model):
+            attrgetter(*needed.split())(owner)
+    except AttributeError as error:
+        raise ValueError(
+            f"{what} does not know torch {torch.__version__}, in which {error}: install torch {TESTED}, or {instead}"
+        ) from error
 
 
 def device_of(group: dist.ProcessGroup) -> torch.device:

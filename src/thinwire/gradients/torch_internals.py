@@ -1,11 +1,11 @@
 """Names of torch that are not public, and that `thinwire.gradients` needs: each is read here and nowhere else.
 
-`check_names` looks at all that a model needs before anything is sent; `thinwire.comm.c10d` has the names of process
-groups. One test each, in ``tests/gradients/test_torch_internals.py``, says that a name is what it is taken for here.
-Names in torch's manual of sparse tensors (``_indices``) are not among them. What every gradient needs is another name
-of torch's own function, without a call around it.
+`needed` yields all that a model needs, for `thinwire.comm.c10d.check_names`, which looks at them before anything is
+sent; the names of process groups are there too. One test each, in ``tests/gradients/test_torch_internals.py``, says
+that a name is what it is taken for here. Names in torch's manual of sparse tensors (``_indices``) are not among them.
+What every gradient needs is another name of torch's own function, without a call around it.
 
-All versions in `TESTED` have the names that `needed` yields. Done without, where they are missing:
+All versions in `c10d.TESTED` have the names that `needed` yields. Done without, where they are missing:
 
 | names | of | known in torch |
 |---|---|---|
@@ -33,7 +33,6 @@ from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.comm.c10d import NEEDED
 from thinwire.gradients.module import is_sharded
 
 ENGINE_FRAME = "_engine_run_backward"
@@ -231,8 +230,6 @@ def without_synchronization(ddp: DistributedDataParallel) -> Callable[[], None]:
     return synchronize
 
 
-TESTED = "2.11 to 2.15"
-"""Versions of torch of which `make test-torches` runs the oldest and the newest."""
 _DDP = """
     _comm_hooks _join_config _get_active_ddp_module _build_params_for_reducer _build_debug_param_to_name_mapping
     _ddp_init_helper require_backward_grad_sync require_forward_param_sync parameters_to_ignore mixed_precision logger
@@ -248,7 +245,6 @@ _PARAMETERS = "sharded_param sharded_size padded_sharded_param_size offload_to_c
 
 def needed(model: nn.Module) -> Iterator[tuple[object, str]]:
     """Yield what has private names that a model needs, and the names; what later ones need of earlier ones is there."""
-    yield dist.distributed_c10d, NEEDED
     yield torch._C, "_current_graph_task_id _dynamo.eval_frame.set_code_exec_strategy"
     yield torch.autograd, f"Variable._execution_engine.queue_callback graph.{ENGINE_FRAME}"
     yield Tensor, "_version _backward_hooks _post_accumulate_grad_hooks"
@@ -263,15 +259,3 @@ def needed(model: nn.Module) -> Iterator[tuple[object, str]]:
             group._init_mp_dtypes()
             yield group, "_reduce_dtype"
             yield group.fsdp_params[0], _PARAMETERS
-
-
-def check_names(model: nn.Module) -> None:
-    """Raise ValueError for a private name that this torch does not have; on every rank, as all have one torch."""
-    try:
-        for owner, names in needed(model):
-            attrgetter(*names.split())(owner)
-    except AttributeError as error:
-        raise ValueError(
-            f"attach does not know torch {torch.__version__}, in which {error}: install torch {TESTED}, or train"
-            ' without attach, under init_process_group("thinwire")'
-        ) from error

@@ -10,9 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from thinwire.comm.c10d import NEEDED, UNREGISTERED, check_names
 from thinwire.comm.lane import Group, telling_peers
 from thinwire.compress.assign import NATIVE, Dense
 from thinwire.gradients.module import check_mesh, check_parameters, check_timeout, find_model, left_out, module_of
+from thinwire.gradients.torch_internals import needed
 from thinwire.outer.inner import outer_group
 from thinwire.outer.loop import OuterLoop
 from thinwire.outer.members import Members
@@ -69,6 +71,9 @@ def attach(
     check_timeout(timeout)
     if not isinstance(recipe, OuterRecipe):
         raise ValueError(f"recipe is {recipe!r}: pass a recipe such as thinwire.outer.diloco(every=64)")
+    may_lose_ranks = isinstance(process_group, Members) or recipe.min_ranks is not None
+    instead = 'average gradients by DDP, under init_process_group("thinwire")'
+    check_names("outer.attach", instead, f"{NEEDED} {UNREGISTERED * may_lose_ranks}", needed(model))
     if OuterLoop.runs_on(model):
         raise ValueError("an outer loop of this model runs already: call detach() on it first")
     group = process_group if isinstance(process_group, Members) else outer_group(model, process_group)

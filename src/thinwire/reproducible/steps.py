@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from thinwire.comm.agree import gather_json
+from thinwire.comm.c10d import NEEDED, UNREGISTERED, check_names
 from thinwire.comm.channel import Subject
 from thinwire.comm.lane import Group, Lane, resolve_group, timeout_of
 from thinwire.errors import CorruptMessageError, MismatchError, ThinwireError, told
@@ -196,6 +197,7 @@ class Steps:
                 )
             self._deal(range(self._micro_batches), [1.0], 0, 0)
             return
+        check_names("reproducible.Steps", "train by DDP", f"{NEEDED} {UNREGISTERED}")
         if isinstance(process_group, Members):
             members = process_group
             members.prepare(self._enter, 1, has_heart=True)

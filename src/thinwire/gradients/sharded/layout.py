@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from thinwire.comm.c10d import check_names
 from thinwire.comm.lane import Lane
 from thinwire.compress.assign import Dense, assign
 from thinwire.compress.base import Compressor, Exchanged, Parameter
@@ -299,7 +300,8 @@ def sharding_of(model: nn.Module) -> Sharding | None:
     Raises:
         ValueError: this torch does not have what thinwire needs of the model; or a layout that it does not synchronize.
     """
-    internals.check_names(model)
+    instead = 'train without attach, under init_process_group("thinwire")'
+    check_names("attach", instead, of_model=internals.needed(model))
     return Sharding.of(model) if is_sharded(model) else None
 
 

@@ -107,7 +107,7 @@ def redistribute(states: Sequence[Mapping[str, Any]], world_size: int) -> list[d
 
 
 def _dealt(states: Sequence[State], world_size: int) -> list[State]:
-    if set(states[0]) != {"pieces", "server"}:
+    if "pieces" not in states[0]:
         return [_merged(states, _mean, rank) for rank in range(world_size)]
     whole = [_merged(list(state["pieces"].values()), _joined, 0) for state in states]
     server = _merged([state["server"] for state in states], _joined, 0)
@@ -164,30 +164,28 @@ def _kind(entry: object) -> str:
     return "a state" if isinstance(entry, Mapping) else type(entry).__name__
 
 
-_TWO_SHOT = {"pieces", "server"}
-
-
 def outstanding(state: Mapping[str, Any], rank: int, world_size: int) -> Tensor | None:
     """Return the unsent rest of one gradient on a rank, or None without a memory.
 
     Its mean over the ranks is the part that has not arrived. It is the memory itself, or a new tensor [numel] if it was
     kept in pieces.
     """
-    if set(state) != _TWO_SHOT:
+    if "pieces" not in state:
         return _memory(state)
-    memories = [_memory(piece) for piece in state["pieces"].values()]
-    server = _memory(state["server"])
-    if server is None or any(memory is None for memory in memories):
+    memories = [memory for piece in state["pieces"].values() if (memory := _memory(piece)) is not None]
+    if len(memories) < len(state["pieces"]):
         return None
-    whole = torch.cat([memory for memory in memories if memory is not None])
-    start, stop = span(whole.numel(), rank, world_size)
-    whole[start:stop].add_(server, alpha=world_size)
+    whole = torch.cat(memories)
+    server = _memory(state.get("server", {}))  # an owner remembers nothing of what loses nothing on average
+    if server is not None:
+        start, stop = span(whole.numel(), rank, world_size)
+        whole[start:stop].add_(server, alpha=world_size)
     return whole
 
 
 def owe(state: Mapping[str, Any], rest: Tensor) -> None:
     """Make ``rest`` what `outstanding` returns for a new state of the same method, whatever reduces it."""
-    if set(state) != _TWO_SHOT:
+    if "pieces" not in state:
         memories = {0: _memory(state)}
     else:
         memories = {int(owner): _memory(piece) for owner, piece in state["pieces"].items()}

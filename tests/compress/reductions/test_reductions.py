@@ -24,7 +24,7 @@ from thinwire.compress.reductions import base as exchange_module
 from thinwire.compress.reductions.base import Phase, Result, Stopwatch, Task
 from thinwire.compress.reductions.by_scheme import ByScheme
 from thinwire.compress.reductions.choose import AUTO, REDUCTIONS, reduction_for
-from thinwire.compress.state import check_fits, copied, redistribute
+from thinwire.compress.state import check_fits, copied, outstanding, redistribute
 from thinwire.compress.wrappers import code_of
 from thinwire.errors import CorruptMessageError, LostPeerError, PeerError, ThinwireError
 from thinwire.gradients.compressed import ChannelPeers
@@ -244,21 +244,10 @@ def test_nothing_is_lost(name: str, exchange: str, world_size: int) -> None:
         torch.testing.assert_close(world_size * (got + kept), given, atol=1e-9, rtol=1e-9)
 
 
-def worker_error(state: State, parameter: Parameter) -> Tensor:
-    if "pieces" not in state:
-        return state["error"]
-    return torch.cat([state["pieces"][str(owner)]["error"] for owner in range(len(state["pieces"]))]).view(
-        parameter.shape
-    )
-
-
 def mean_memory(states: Sequence[State], parameter: Parameter) -> Tensor:
     """What will be added to coming gradients, as a mean over the ranks."""
-    worker = torch.stack([worker_error(state, parameter) for state in states]).mean(0)
-    if "server" not in states[0]:
-        return worker
-    kept = [state["server"].get("error") for state in states]  # an unbiased compressor keeps nothing
-    return worker if kept[0] is None else worker + torch.cat(kept).view(parameter.shape)
+    kept = [outstanding(state, rank, len(states)) for rank, state in enumerate(states)]
+    return torch.stack([memory.view(parameter.shape) for memory in kept if memory is not None]).mean(0)
 
 
 @pytest.mark.parametrize("exchange", ["all_gather", "two_shot", SCHEME])

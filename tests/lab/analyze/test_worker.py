@@ -36,3 +36,30 @@ def test_a_script_that_starts_its_ranks_itself_is_told_what_to_do(call: str) -> 
     Path("train.py").write_text(f"import torch.multiprocessing as mp\nmp.{call}")
     with pytest.raises(ScriptFailed, match=r"train.py starts its ranks itself.*let it read RANK and WORLD_SIZE"):
         run_as_main("train.py", [])
+
+
+PROCESSES = """
+import multiprocessing, sys
+from torch.distributed import init_process_group
+
+def rank(number):
+    if sys.argv[1] == "ranks":
+        init_process_group("gloo", init_method="tcp://127.0.0.1:1", rank=number, world_size=2)
+
+if __name__ == "__main__":
+    processes = [multiprocessing.get_context(sys.argv[2]).Process(target=rank, args=(number,)) for number in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    processes[1].close()
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_processes_that_become_ranks_are_refused_and_others_are_not(method: str) -> None:
+    script = Path("train.py").absolute()
+    script.write_text(PROCESSES)
+    run_as_main(str(script), ["helpers", method])
+    with pytest.raises(ScriptFailed, match=r"train.py starts its ranks itself.*let it read RANK and WORLD_SIZE"):
+        run_as_main(str(script), ["ranks", method])

@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from measured import measurement
 from thinwire.lab.cli import output
 from thinwire.lab.cli.main import app
+from thinwire.lab.planning.planner import best_plan
 
 
 def error_of(*arguments: str, columns: int = 300) -> str:
@@ -81,6 +83,29 @@ def test_a_full_disk_names_the_file() -> None:
 
     with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
         Report("title", "conditions", []).write("/dev/full")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
+@pytest.mark.parametrize("command", ["bench checkpoint", "bench train", "plan --measure", "plan show plan.json"])
+def test_a_result_that_cannot_be_written_is_one_line(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    best_plan(measurement(100)).save("plan.json")
+    for name in ("checkpoint", "train"):
+        monkeypatch.setattr(f"thinwire.lab.cli.bench_{name}._run", lambda *arguments: {})
+        monkeypatch.setattr(f"thinwire.lab.cli.bench_{name}._print", lambda *arguments: None)
+    monkeypatch.setattr("thinwire.lab.cli.plan.measure_target", lambda *arguments: measurement(100))
+    result = CliRunner().invoke(app, [*command.split(), "--json", "/dev/full"])
+    assert result.exit_code == 1, result.output
+    last = result.output.strip().splitlines()[-1]
+    assert last == "error: [Errno 28] No space left on device: '/dev/full'"
+    assert isinstance(result.exception, SystemExit)
+
+
+def test_a_reader_that_has_gone_is_left_to_the_command() -> None:
+    with pytest.raises(BrokenPipeError), output.clear_errors():
+        raise BrokenPipeError
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="no /proc")

@@ -21,6 +21,7 @@ from thinwire.lab.analyze import trials
 from thinwire.lab.analyze.failure import ScriptFailed
 from thinwire.lab.analyze.step_recorder import StepRecorder
 from thinwire.lab.analyze.steps import run_watched
+from thinwire.lab.bench import measured as jobs
 from thinwire.lab.bench.jobs.own import OwnJob
 from thinwire.lab.cli.main import app
 from thinwire.lab.doctor.advice import Advice
@@ -41,6 +42,8 @@ from thinwire.lab.planning.measurement import DdpSite
 from thinwire.lab.planning.outer import outer_option
 from thinwire.lab.planning.planner import LOSSY_WORTH, ROWS, step_seconds
 from thinwire.lab.planning.training import How
+from thinwire.lab.testbed.launch import RanksFailed
+from thinwire.lab.testbed.network import Link
 from thinwire.plan.plan import STOCK, Plan
 from thinwire.plan.policy import Policy
 from thinwire.plan.text import format_bytes, format_seconds
@@ -446,6 +449,31 @@ def test_trials_end_in_time_by_trying_less_in_their_order(monkeypatch: pytest.Mo
     assert tried.count(ROWS) == 2, "what cannot be is measured again"
 
 
+def test_a_way_of_a_job_that_fails_ends_no_other_and_none_is_begun_after_the_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    diagnosed = with_tables(100)
+    advised = [(way, Advice(way.name)) for way in finalists(diagnosed)]
+    names = [way.name for way, _ in advised]
+    tried, now = [], [0.0]
+
+    def run(function: object, target: object, data: object, advice: Advice, *more: object, **settings: Any) -> Any:
+        tried.append(advice.name)
+        now[0] += 60.0
+        if advice.name == ROWS:
+            raise RanksFailed("ValueError: not so", [])
+        return [SimpleNamespace(value=[step_seconds(diagnosed.measurement, diagnosed.options[0])])] * 4
+
+    monkeypatch.setattr(trials, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(jobs, "run_ranks", run)
+    job = jobs.TrainingTarget("digits")
+    rows = jobs.try_on_hosts(job, advised, diagnosed.measurement, 1, Link(None), lambda stage: None, 170.0)
+    assert list(dict.fromkeys(tried)) == names[:3]
+    assert [row.failure.partition(":")[0] for row in rows] == ["", "failed", "", NOT_TRIED]
+    assert rows[1].failure == "failed: ValueError: not so"
+    assert confirm(diagnosed, rows).plan.does_nothing
+
+
 def test_what_the_wire_forbids_or_is_far_from_its_prediction_is_no_verdict() -> None:
     diagnosed = diagnosis(100, world_size=4)
     stock = diagnosed.options[0]
@@ -782,7 +810,7 @@ def test_kernels_are_compiled_with_a_line_of_progress_and_before_the_time_that_c
     monkeypatch.setattr("thinwire.lab.analyze.steps.measure_script", measured)
     monkeypatch.setattr("thinwire.lab.bench.measured.measure_on_hosts", measured)
     monkeypatch.setattr(
-        "thinwire.lab.bench.measured.try_on_hosts", lambda *arguments: tried(0, 0, *arguments[1:3], 0, 0, 0)
+        "thinwire.lab.bench.measured.try_on_hosts", lambda *arguments: tried(0, 0, *arguments[1:3], 0, 0, arguments[-1])
     )
     monkeypatch.setattr(trials, "try_script", tried)
     result = CliRunner().invoke(app, command.split())
@@ -790,8 +818,8 @@ def test_kernels_are_compiled_with_a_line_of_progress_and_before_the_time_that_c
     assert "Compiling kernels, once a machine, 9 to 21 s ...\n" in result.stderr
     assert "Compiling" not in result.stdout
     assert now[0] == 80.0
-    assert deadlines in ([], [0], [70.0 + trials.BUDGET_SECONDS])
-    assert bool(deadlines) == command.startswith("doctor")
+    began = {"doctor train.py": [70.0], "doctor digits": [80.0]}.get(command, [])
+    assert deadlines == [moment + trials.BUDGET_SECONDS for moment in began]
 
 
 def test_help_has_examples() -> None:

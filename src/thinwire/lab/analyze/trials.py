@@ -84,13 +84,34 @@ def try_script(
 ) -> list[Confirmed]:
     """Run a script once for each option, on the ranks that were measured, and return what a step takes.
 
-    The first two options are tried in any case, the next ones in their order while there is time: where it ends with
-    one, no later one is tried. A step that cannot be is measured twice, if there is time.
-
     Args:
         advised: options, in the order of `finalists`: stock DDP, the best exact one, and so on.
         network: emulated hosts with one rank each; None for processes of this machine.
         deadline: ``time.monotonic()`` after which no trial should last.
+    """
+
+    def train(advice: Advice, predicted: float) -> list[list[float]]:
+        del predicted
+        where = {"world_size": measurement.world_size, "network": network}
+        return run_on_ranks(_try_rank, str(script), list(arguments), advice, **where)
+
+    return try_each(train, advised, measurement, on_stage, deadline)
+
+
+def try_each(
+    train: Callable[[Advice, float], list[list[float]]],
+    advised: Sequence[tuple[Option, Advice]],
+    measurement: Measurement,
+    on_stage: Callable[[str], None],
+    deadline: float,
+) -> list[Confirmed]:
+    """Train as each option says, and return what a step takes; one that fails ends no other.
+
+    The first two options are tried in any case, the next ones in their order while there is time: where it ends with
+    one, no later one is tried. A step that cannot be is measured twice, if there is time.
+
+    Args:
+        train: trains on all ranks, given the advice and the predicted step, and returns the seconds of their steps.
     """
     rows: dict[str, Confirmed] = {}
     startup = 0.0  # seconds of a trial without its steps
@@ -100,16 +121,8 @@ def try_script(
         predicted, began = step_seconds(measurement, option), time.monotonic()
         on_stage(f"training steps: {option.name}")
         try:
-            ranks = run_on_ranks(
-                _try_rank,
-                str(script),
-                list(arguments),
-                advice,
-                world_size=measurement.world_size,
-                network=network,
-            )
+            seconds = max(map(statistics.median, train(advice, predicted)))
             known = rows[option.name].measured_step_seconds if option.name in rows else None
-            seconds = max(map(statistics.median, ranks))
             rows[option.name] = Confirmed(option.name, predicted, seconds if known is None else min(known, seconds))
             startup = max(0.0, time.monotonic() - began - seconds_of_trial(seconds))
         except RanksFailed as failed:

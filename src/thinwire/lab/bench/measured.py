@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import os
-import statistics
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from thinwire.lab.analyze.failure import raised_by_script
-from thinwire.lab.analyze.trials import attach_as_advised, counts, seconds_of_trial
+from thinwire.lab.analyze.trials import attach_as_advised, counts, try_each
 from thinwire.lab.bench.jobs.job import Data, Job
 from thinwire.lab.bench.jobs.named import parse_job
 from thinwire.lab.bench.jobs.own import JobError, OwnJob, clear_job_errors
@@ -23,14 +21,14 @@ from thinwire.lab.doctor.advice import Advice
 from thinwire.lab.doctor.diagnosis import Confirmed
 from thinwire.lab.harmless import harmless
 from thinwire.lab.planning.measurement import Measurement
-from thinwire.lab.planning.planner import Option, step_seconds
+from thinwire.lab.planning.planner import Option
 from thinwire.lab.planning.training import How, Training, check, measure_training
 from thinwire.lab.testbed.launch import preload, run_ranks
 from thinwire.lab.testbed.network import EmulatedNetwork, Link
 from thinwire.lab.testbed.rank import RankContext
 
-_TWO_TURNS_SECONDS = 50.0
-"""Seconds of the steps of all options above which each is trained once."""
+_MEASURING_SECONDS, _TRIAL_SECONDS = 1800.0, 600.0
+"""Limits of the ranks of a measurement, and of a trial."""
 
 OnStage = Callable[[str], None]
 """Function called with the name of the next measurement."""
@@ -79,20 +77,10 @@ def measure_on_hosts(
     data = target.job.load()
     limited = link.mbit is not None
     how = replace(how, link=how.link or (f"emulated, {link.mbit:g} Mbit/s, {hosts} hosts" if limited else "loopback"))
-    with clear_job_errors(), EmulatedNetwork(hosts, link) if limited else nullcontext() as network:
-        outcomes = run_ranks(
-            measure_rank,
-            target,
-            data,
-            how,
-            tuple(sys.path),
-            world_size=world_size,
-            ranks_per_host=ranks_per_host if limited else None,
-            network=network,
-            timeout_seconds=1800.0,
-            on_message=lambda rank, stage: on_stage(stage),
-        )
-    measured = Measurement.from_json(outcomes[0].value)
+    with clear_job_errors(), _emulated(hosts, link) as network:
+        where = world_size, ranks_per_host, network
+        first, *_ = _run(where, _MEASURING_SECONDS, on_stage, measure_rank, target, data, how)
+    measured = Measurement.from_json(first)
     environment = {**measured.environment, "link_nominal_mbit": link.mbit, "target": target.text}
     return replace(measured, hosts=hosts if limited else 1, environment=environment)
 
@@ -116,31 +104,45 @@ def try_on_hosts(
     ranks_per_host: int,
     link: Link,
     on_stage: OnStage,
+    deadline: float,
 ) -> list[Confirmed]:
-    """Train each option for a few steps on hosts like those that were measured, in turns, and return what a step
-    takes.
+    """Train each option for a few steps on hosts like those that were measured, and return what a step takes; see
+    `thinwire.lab.analyze.trials.try_each`.
     """
-    limited = link.mbit is not None
-    predicted = [step_seconds(measurement, option) for option, _ in advised]
-    hosts = measurement.world_size // ranks_per_host
-    with clear_job_errors(), EmulatedNetwork(hosts, link) if limited else nullcontext() as network:
-        outcomes = run_ranks(
-            _try_rank,
-            target,
-            target.job.load(),
-            [(option.name, advice, seconds) for (option, advice), seconds in zip(advised, predicted, strict=True)],
-            tuple(sys.path),
-            world_size=measurement.world_size,
-            ranks_per_host=ranks_per_host if limited else None,
-            network=network,
-            timeout_seconds=1800.0,
-            on_message=lambda rank, stage: on_stage(stage),
-        )
-    slowest = [max(seconds) for seconds in zip(*(outcome.value for outcome in outcomes), strict=True)]
-    return [
-        Confirmed(option.name, seconds, measured)
-        for (option, _), seconds, measured in zip(advised, predicted, slowest, strict=True)
-    ]
+    data = target.job.load()
+    with _emulated(measurement.world_size // ranks_per_host, link) as network:
+
+        def train(advice: Advice, predicted: float) -> list[list[float]]:
+            where = measurement.world_size, ranks_per_host, network
+            return _run(where, _TRIAL_SECONDS, on_stage, _try_rank, target, data, advice, predicted)
+
+        return try_each(train, advised, measurement, on_stage, deadline)
+
+
+def _emulated(hosts: int, link: Link) -> AbstractContextManager[EmulatedNetwork | None]:
+    return nullcontext() if link.mbit is None else EmulatedNetwork(hosts, link)
+
+
+def _run(
+    where: tuple[int, int, EmulatedNetwork | None],
+    timeout_seconds: float,
+    on_stage: OnStage,
+    function: Callable[..., Any],
+    *args: Any,
+) -> list[Any]:
+    """Run a function on ranks, with the directories from which a job is imported, and return their values."""
+    world_size, per_host, network = where
+    outcomes = run_ranks(
+        function,
+        *args,
+        tuple(sys.path),
+        world_size=world_size,
+        ranks_per_host=None if network is None else per_host,
+        network=network,
+        timeout_seconds=timeout_seconds,
+        on_message=lambda rank, stage: on_stage(stage),
+    )
+    return [outcome.value for outcome in outcomes]
 
 
 @harmless()
@@ -148,35 +150,21 @@ def _try_rank(
     context: RankContext,
     target: TrainingTarget,
     data: Data | None,
-    advised: Sequence[tuple[str, Advice, float]],
+    advice: Advice,
+    predicted: float,
     path: tuple[str, ...],
 ) -> list[float]:
-    """Return the median step of each option on one rank: the shorter of two turns, or of one where steps are long.
-
-    Args:
-        advised: name, advice and predicted step of each option.
-    """
+    """Train on one rank; return the seconds of its steps."""
     sys.path[:] = path
     training = target.training(context.rank, context.world_size, data)
-    medians = [math.inf] * len(advised)
-    turns = 2 if sum(seconds_of_trial(seconds) for _, _, seconds in advised) < _TWO_TURNS_SECONDS else 1
-    for index, (name, advice, seconds) in [*enumerate(advised)] * turns:
-        if context.rank == 0:
-            context.send(f"training steps: {name}")
-        medians[index] = min(medians[index], _median_step(training, advice, *counts(seconds)))
-    return medians
-
-
-def _median_step(training: Training, advice: Advice, warm: int, timed: int) -> float:
-    dist.barrier()
     model: torch.nn.Module = training.model
     synchronizer = attach_as_advised(model, advice) if advice.attaches else None
     if synchronizer is None:
         model = torch.nn.parallel.DistributedDataParallel(model)
-    seconds = training.step_seconds(model, warm, timed)
+    seconds = training.step_seconds(model, *counts(predicted))
     if synchronizer is not None:
         synchronizer.detach()
-    return statistics.median(seconds)
+    return seconds
 
 
 @harmless()

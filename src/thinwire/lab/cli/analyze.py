@@ -58,7 +58,7 @@ def analyze(
     from thinwire.lab.bench.trace import save_trace
 
     console = open_console({"--json": json_path, "--report": report, "--record": record})
-    with clear_errors(ValueError, OSError, ScriptFailed):
+    with clear_errors(ValueError, ScriptFailed):
         network = parse_network(link, latency)
         script, path = _script(command or [], example)
         if command:

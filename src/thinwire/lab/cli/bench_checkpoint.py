@@ -73,7 +73,7 @@ def checkpoint(
             write_report(result, report)
         if picture is not None:
             write_picture(result, picture)
-    write_json(result, json_path)
+        write_json(result, json_path)
 
 
 def _run(benchmark: CheckpointBenchmark, quiet: bool) -> dict[str, Any]:

@@ -81,7 +81,7 @@ def sync(
     from thinwire.lab.testbed.network import NetAdminError
 
     console = open_console({"--json": json_path})
-    with clear_errors(ValueError, FileNotFoundError, ImportError, NetAdminError, RanksFailed):
+    with clear_errors(ValueError, ImportError, NetAdminError, RanksFailed):
         earlier = None if compare is None else load_rows(compare)
         if workload.startswith("dense:"):
             refuse_with(context, "a dense workload is recorded from its job", *_SPARSE_ONLY)

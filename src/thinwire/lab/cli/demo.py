@@ -56,7 +56,7 @@ def demo(
     from thinwire.lab.demo.report import environment, write_picture, write_report
     from thinwire.lab.demo.summary import NEXT, headline
 
-    with clear_errors(OSError):
+    with clear_errors():
         write_report(comparisons, report)
         say(console, f"Plots and all figures: {report}")
         if picture is not None:
@@ -65,7 +65,7 @@ def demo(
     figures = {"environment": {**environment(), "links_nominal_mbit": nominal}, **headline(comparisons).to_json()}
     if links is not None:
         figures["links"] = [one.to_json() for one in comparisons]
-    with clear_errors(OSError):
+    with clear_errors():
         write_json(figures, json_path)
     console.print(NEXT, highlight=False)
 

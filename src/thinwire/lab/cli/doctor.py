@@ -99,7 +99,7 @@ def doctor(
     from thinwire.lab.testbed.network import NetAdminError
 
     console = open_console({"--output": output, "--picture": picture, "--report": report, "--json": json_path})
-    with clear_errors(ValueError, OSError, ImportError, ScriptFailed, RanksFailed, NetAdminError):
+    with clear_errors(ValueError, ImportError, ScriptFailed, RanksFailed, NetAdminError):
         if measured is None and not command:
             raise ValueError("give a script, a job or module:function; or a measurement with --from FILE")
         if measured is not None and command:
@@ -259,13 +259,14 @@ def _confirmed(diagnosis: Diagnosis, examined: Examined, network: EmulatedNetwor
         return diagnosis
     advised = [(each, advice_of(each, measurement, diagnosis.options)) for each in finalists(diagnosis)]
     with measuring(examined.quiet) as tell:
+        is_first = examined.is_script and diagnosis.judgement is None
+        deadline = BUDGET_SECONDS + (examined.began if is_first else time.monotonic())
         if examined.is_script:
-            deadline = BUDGET_SECONDS + (examined.began if diagnosis.judgement is None else time.monotonic())
             script, arguments = Path(examined.target), examined.command[1:]
             rows = try_script(script, arguments, advised, measurement, network, tell, deadline)
         else:
             target, link = TrainingTarget(examined.target), speed or Link.parse(JOB_LINK)
-            rows = try_on_hosts(target, advised, measurement, examined.ranks_per_host, link, tell)
+            rows = try_on_hosts(target, advised, measurement, examined.ranks_per_host, link, tell, deadline)
     return confirm(diagnosis, rows)
 
 

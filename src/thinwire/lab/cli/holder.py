@@ -83,7 +83,7 @@ def holder(
         metrics=metrics,
     )
     console = open_console({"--json": json_path})
-    with clear_errors(ValueError, OSError, ThinwireError):
+    with clear_errors(ValueError, ThinwireError):
         asked = {"--status": status, "--stop": stop, "--reload": reload, "--forget": forget is not None}
         if sum(asked.values()) > 1:
             raise ValueError(f"give one of {', '.join(name for name, is_asked in asked.items() if is_asked)}")

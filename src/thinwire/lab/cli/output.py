@@ -204,13 +204,17 @@ def write_json(result: dict[str, Any], path: Path | None) -> None:
 
 @contextmanager
 def clear_errors(*expected: type[Exception]) -> Iterator[None]:
-    """Turn expected errors, and missing packages, into one line and an exit status: 2 for wrong usage, 1 for the rest.
+    """Turn expected errors, missing packages and those of the system, as of a full disk, into one line and a status.
+
+    The status is 2 for wrong usage and 1 for the rest. A reader that has gone is left to `main.command`.
 
     A command that lacks the right to make emulated hosts restarts where it has it, before it reports an error.
     """
     try:
         yield
-    except (*expected, MissingPackageError) as error:
+    except BrokenPipeError:
+        raise
+    except (*expected, OSError, MissingPackageError) as error:
         if is_command and type(error).__name__ == "NetAdminError":
             from thinwire.lab.testbed.network import restart_as_root_of_a_user_namespace
 

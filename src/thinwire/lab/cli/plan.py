@@ -105,8 +105,8 @@ def show(
     console = open_console({"--json": json_path})
     with clear_errors(ValueError):
         loaded = Plan.load(path)
-    console.print(loaded.explain(), end="", highlight=False, markup=False, soft_wrap=True)
-    write_json(loaded.to_json(), json_path)
+        say(console, loaded.explain(), end="")
+        write_json(loaded.to_json(), json_path)
 
 
 def measure_target(

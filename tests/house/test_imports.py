@@ -43,7 +43,8 @@ ROOMS = {
     "integrations": {"errors", "comm", "gradients", "outer", "attach", "checkpoint"},
     "lab": {
         "errors", "observe", "kernels", "rows", "comm", "sums", "schemes", "compress", "plan", "fuse", "tune",
-        "gradients", "outer", "attach", "reproducible", "checkpoint.holder", "checkpoint", "__init__", "__version__",
+        "gradients", "outer", "attach", "backend", "reproducible", "checkpoint.holder", "checkpoint", "__init__",
+        "__version__",
     },
     "__main__": {"lab"},
 }  # fmt: skip

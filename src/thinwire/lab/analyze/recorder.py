@@ -1,6 +1,7 @@
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with types, not with text.
 """Recorder of the gradients of every DistributedDataParallel model of a process, before they are synchronized."""
 
+import itertools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,6 +30,11 @@ MIN_TABLE_BYTES = 16 * 1024
 
 MAX_DENSITY = 0.5
 """Density above which dense values are sent, so that ids are not kept."""
+
+
+MOST_BEFORE = 50
+"""Steps of optimizers before there is a DDP model after which a script is taken to train without: some train a part of
+their model first."""
 
 
 class Watch(Protocol):
@@ -144,7 +150,7 @@ class ModelWatch:
 
 @contextmanager
 def installed(recorder: ScriptWatcher, script: str) -> Iterator[None]:
-    """Watch every DDP model that this process builds, until the context ends; no optimizer may step before."""
+    """Watch every DDP model that this process builds, until the context ends; it ends without one after some steps."""
     build, register = DistributedDataParallel.__init__, DistributedDataParallel.register_comm_hook
     watches: WeakKeyDictionary[DistributedDataParallel, Watch] = WeakKeyDictionary()
 
@@ -159,9 +165,11 @@ def installed(recorder: ScriptWatcher, script: str) -> Iterator[None]:
         self._check_comm_hook(hook)
         watches[self].hand_over_to(state, hook)
 
+    steps = itertools.count(1)
+
     def before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
         del args, kwargs
-        if not recorder.num_models:
+        if not recorder.num_models and next(steps) >= MOST_BEFORE:
             stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             recorder.on_missing(f"{Path(script).name} trains {why_not_measured(stepped)}")
 

@@ -143,7 +143,7 @@ def private_group(process_group: Group, timeout: timedelta | None) -> PrivateGro
     try:
         return _new_group(parent, limit, notes)
     except LostPeerError as error:
-        raise _told(notes, error, limit) from error
+        raise _told(parent, notes, error, limit) from error
 
 
 def _new_group(parent: dist.ProcessGroup, timeout: timedelta | None, notes: Notes | None = None) -> PrivateGroup:
@@ -173,9 +173,9 @@ def _new_group(parent: dist.ProcessGroup, timeout: timedelta | None, notes: Note
     return made.result()
 
 
-def _told(notes: Notes, error: LostPeerError, timeout: timedelta | None) -> LostPeerError:
+def _told(parent: dist.ProcessGroup, notes: Notes, error: LostPeerError, timeout: timedelta | None) -> LostPeerError:
     """Leave a note that this rank did not meet the others; return the error that all raise."""
-    is_late, waits = _is_late(error), tuple(rank for rank in notes.ranks if rank != notes.rank)
+    is_late, waits = _is_late(error), tuple({*dist.get_process_group_ranks(parent)} - {notes.rank})
     lost = () if is_late or error.rank is None else (error.rank,)
     seconds = (timeout or default_pg_timeout).total_seconds() if is_late else 0.0
     notes.leave(Note(notes.rank, False, str(error), ATTACH, lost, waits, seconds, is_late))
@@ -356,7 +356,8 @@ class Lane:
         timeout: longest wait of an exchange for a peer; None uses that of ``process_group``.
         staging: copies tensors that jobs all-reduce to the host and back; None if they are on the host. The group of
             the lane is Gloo's whatever ``process_group`` is.
-        notes: where ranks leave notes of a failure, for a group that nothing else uses; None leaves none.
+        notes: where ranks leave notes of a failure, as those of a lane of more ranks; None leaves them where only the
+            ranks of ``process_group`` do, or none for a private group.
     """
 
     def __init__(
@@ -380,12 +381,12 @@ class Lane:
             parent = resolve_group(process_group)
             self._parent = weakref.ref(parent)  # a lane must not keep alive a group that its owner has destroyed
             self._timeout = timeout or timeout_of(parent)
-            self.notes = _notes_of(parent)
+            self.notes = notes or _notes_of(parent)
             try:
                 with staging.selected():  # a collective of NCCL takes the current device
                     self._own = _take_group(parent, self._timeout, self.notes)
             except LostPeerError as error:
-                raise _told(self.notes, error, self._timeout) from error
+                raise _told(parent, self.notes, error, self._timeout) from error
         self._native: PrivateGroup | None = None
         group = self._own.process_group
         self._group: dist.ProcessGroup | None = group
@@ -434,7 +435,7 @@ class Lane:
             try:
                 self._native = _take_group(parent, self._timeout, self.notes)
             except LostPeerError as error:
-                raise _told(self.notes, error, self._timeout) from error
+                raise _told(parent, self.notes, error, self._timeout) from error
         return self._native.process_group
 
     def submit(
@@ -590,7 +591,7 @@ class Lane:
         return truth
 
     def _note(self, reason: str, error: BaseException | None, ended: Iterable[int]) -> Note:
-        ranks = [rank for rank in self.notes.ranks if rank != self.notes.rank]
+        ranks = [rank for rank in self.exchange.global_ranks if rank != self.notes.rank]
         is_late = error is not None and _is_late(error)
         peer, seconds = self._waits.failed or (EVERYONE, self.timeout_seconds if is_late else 0.0)
         waits = ranks if peer == EVERYONE else [self.exchange.global_ranks[peer]]
@@ -677,11 +678,11 @@ class Lane:
         is_host = self.notes.port is not None and listens_at(self.notes.port)
         record = bytes([is_host]) + socket.gethostname().encode()[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0")
         records = gather_records(exchange, "name of the host", record)
-        self.notes.store_rank = None
-        for rank, answer in zip(exchange.global_ranks, records, strict=True):
-            self.notes.hosts[rank] = answer[1:].rstrip(b"\0").decode(errors="replace")
-            if answer[0] and self.notes.store_rank is None:  # another port of the same number is not the store's
-                self.notes.store_rank = rank
+        answers = dict(zip(exchange.global_ranks, records, strict=True))
+        self.notes.hosts |= {rank: one[1:].rstrip(b"\0").decode(errors="replace") for rank, one in answers.items()}
+        host = next((rank for rank, one in answers.items() if one[0]), None)  # another such port is not the store's
+        if host is not None or len(answers) == len(self.notes.ranks):
+            self.notes.store_rank = host
 
     def _setup_exchange(self) -> Exchange:
         assert self._group is not None, "a lane without connections runs no jobs"

@@ -403,7 +403,7 @@ class Lane:
         self._machine: Machine | None = None
         self._is_measured = False
         self._claim = threading.Lock()
-        self._current: Future[Any] | None = None
+        self._current: tuple[Future[Any], Callable[[], None]] | None = None  # the running job, and what ends it
         self._beginning = threading.RLock()
         self._unbegun: deque[Callable[[], None] | None] = deque()  # of each job that has not begun, what begins it
         self._num_begun = 0  # jobs that have begun, and not ended
@@ -469,23 +469,27 @@ class Lane:
             if pause is not None:
                 pause()
             started = time.perf_counter()
-            self._current = future
+            self._current = future, end
             with self._beginning:
                 self._begin_next()
             try:
                 result = self._attempt(job if begin is None else lambda lane: job(lane, begun[0]()))
             except Exception as error:
-                if self._claims(future):
+                if is_ours := self._claims(future):
                     future.set_exception(error)  # type: ignore[arg-type]  # torch annotates it as a result
             else:
-                if self._claims(future):
+                if is_ours := self._claims(future):
                     future.set_result(result)
+            if is_ours:
+                end()
+            self.note_busy(started, time.perf_counter())
+
+        def end() -> None:
             with self._beginning:
                 self._num_begun -= len(begun)
                 if not begun:
                     self._unbegun.popleft()
                 begun.clear()  # an error that is kept would keep what it refers to
-            self.note_busy(started, time.perf_counter())
 
         with self._beginning:
             self._unbegun.append(None if begin is None else begin_once)
@@ -617,10 +621,10 @@ class Lane:
         if self._broken is None and lost.isdisjoint(ranks) and not (lost and EVERYONE in ranks):
             return
         cause = f"the connection to rank {self._names(lost)} is gone" if lost else "this rank hung up"
-        future = self._current
+        future, end = self._current or (None, None)
         error = self.lost_to(RuntimeError(cause))
         if future is not None and self._claims(future):
-            self._start_thread()
+            self._start_thread(end)
             future.set_exception(error)  # type: ignore[arg-type]
 
     @property
@@ -729,16 +733,19 @@ class Lane:
     def _claims(self, future: Future[Any]) -> bool:
         """Claim the future of the running job; return whether the caller, and no other thread, is to complete it."""
         with self._claim:
-            is_ours = self._current is future
-            self._current = None
+            is_ours = self._current is not None and self._current[0] is future
+            if is_ours:
+                self._current = None
         return is_ours
 
-    def _start_thread(self) -> None:
-        """Start the thread that runs jobs; an earlier one, if there is one, runs no more jobs."""
-        self._thread = threading.Thread(target=self._run, name="thinwire-lane", daemon=True)
+    def _start_thread(self, end: Callable[[], None] | None = None) -> None:
+        """Start the thread that runs jobs; an earlier one, whose job it ends by ``end``, runs no more jobs."""
+        self._thread = threading.Thread(target=self._run, args=(end,), name="thinwire-lane", daemon=True)
         self._thread.start()
 
-    def _run(self) -> None:
+    def _run(self, end: Callable[[], None] | None) -> None:
+        if end is not None:
+            end()
         while self._run_next() and self._thread is threading.current_thread():
             pass
 

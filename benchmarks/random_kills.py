@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 import typer
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
@@ -38,6 +39,7 @@ from thinwire.lab.testbed.launch import RankContext, run_ranks
 
 TIMEOUT_SECONDS, RUN_SECONDS, STEPS = 8.0, 45.0, 6
 KINDS = ("plain", "plain table", "ddp", "ddp table", "ddp sparse", "lossless", "outer", "zen", "agsparse", "sparcml")
+KINDS += ("fsdp", "fsdp compressed", "fsdp replicas")
 HOWS = ("kill", "exit", "freeze", "raise", "raise and live")
 PLACES = ("attach", "forward", "no_sync", "loss", "backward")
 
@@ -109,12 +111,19 @@ def _fail(how: str, marker: Path) -> None:
     raise _Raised("of the user")
 
 
+def _wrapped(case: Case, module: nn.Module) -> nn.Module:
+    if not case.kind.startswith("fsdp"):
+        return DistributedDataParallel(module)
+    has_replicas = case.kind == "fsdp replicas"
+    shape, names = ((case.world_size, 1), ("replicas", "shards")) if has_replicas else ((case.world_size,), ("shards",))
+    return fully_shard(module, mesh=dist.init_device_mesh("cpu", shape, mesh_dim_names=names))
+
+
 def _trained(case: Case, pull: Callable[[str], None]) -> Iterator[str]:
     tables = {"plain table": "dense", "ddp table": "dense", "zen": "dense", "agsparse": "sparse", "sparcml": "dense"}
     torch.manual_seed(0)
     module = _Model("sparse" if case.kind == "ddp sparse" else tables.get(case.kind, ""), pull)
-    is_plain = case.kind in ("plain", "plain table", "outer", "sparcml")
-    model: nn.Module = module if is_plain else DistributedDataParallel(module)
+    model = module if case.kind in ("plain", "plain table", "outer", "sparcml") else _wrapped(case, module)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     timeout = timedelta(seconds=TIMEOUT_SECONDS)
     pull("attach")
@@ -122,7 +131,7 @@ def _trained(case: Case, pull: Callable[[str], None]) -> Iterator[str]:
     if case.kind == "outer":
         sync = thinwire.outer.attach(model, optimizer, thinwire.outer.diloco(every=2), timeout=timeout)
     else:
-        dense = "lossless" if case.kind == "lossless" else "native"
+        dense = {"lossless": "lossless", "fsdp compressed": thinwire.compress.top_k(0.1)}.get(case.kind, "native")
         sync = thinwire.attach(model, scheme, dense=dense, timeout=timeout)  # type: ignore[assignment]
     yield "attached"
     for step in range(STEPS):

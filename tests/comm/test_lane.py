@@ -57,6 +57,41 @@ def test_a_job_begins_while_the_one_before_waits_for_peers() -> None:
         assert outcome.value == (["begin 0", "begin 1", "end 0", "end 1"], [3.0, 3.0])
 
 
+def _goes_on_without_a_thread(context: RankContext) -> tuple[list[str], object, object]:
+    """The first job waits for a lost peer and is given up, and comes back while the third one runs."""
+    lane, begun = Lane(timeout=TIMEOUT), list[str]()
+    runs, returns, third_runs, third_returns = (threading.Event() for _ in range(4))
+
+    def wait_for(event: threading.Event, other: threading.Event, lane: Lane) -> str:
+        event.set()
+        assert other.wait(PATIENCE)
+        return "done"
+
+    given_up = lane.submit(partial(wait_for, runs, returns))
+    assert runs.wait(PATIENCE)
+    first_thread = lane._thread
+    second = lane.submit(lambda lane, result: result, begin=lambda lane: begun.append("second"))
+    third = lane.submit(partial(wait_for, third_runs, third_returns))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lane._waits, "look", lambda: {0})
+        patch.setattr(lane._own, "lost", lambda: {0})
+        lane.look()
+    with pytest.raises(LostPeerError):
+        given_up.wait()
+    assert third_runs.wait(PATIENCE)
+    returns.set()
+    first_thread.join(PATIENCE)
+    third_returns.set()
+    lane.submit(lambda lane: None).wait()  # the jobs before it are over
+    return begun, second.done() and second.value(), third.done() and third.value()
+
+
+@pytest.mark.ranks
+def test_jobs_behind_one_that_was_given_up_begin_once_and_are_completed() -> None:
+    (outcome,) = run_ranks(_goes_on_without_a_thread, world_size=1)
+    assert outcome.value == (["second"], None, "done")
+
+
 def _meets_under_other_names(context: RankContext) -> list[list[list[float]]]:
     """Every name of a group that this rank has from torch is another one than on any other rank."""
     some = dist.new_group([0, 2])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import signal
@@ -15,11 +16,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from thinwire.comm import lane
 from thinwire.errors import LostPeerError
+from thinwire.gradients import synchronizer
 from thinwire.lab.testbed import launch
 from thinwire.lab.testbed.launch import RankContext, run_ranks
 
@@ -188,3 +191,43 @@ def test_a_rank_that_skips_a_backward_of_ddp_is_named() -> None:
         name, text, rank, _ = outcome.value
         assert (name, rank) == ("LostPeerError", 1), text
         assert re.match(r"rank 1 \(host .+\) ", text), text
+
+
+def _two_passes(model: nn.Module, compressed: bool, accumulated: bool) -> None:
+    sync = thinwire.attach(model, dense=thinwire.compress.top_k(0.5) if compressed else "auto", timeout=TIMEOUT)
+    for is_local in (accumulated, False):
+        with sync.no_sync() if is_local else nullcontext():
+            model(_inputs(False)).sum().backward()
+
+
+def _fails_in_shards(context: RankContext, shape: tuple[int, ...], compressed: bool) -> dict[str, Heard]:
+    """Rank 1 raises where its peers wait in FSDP's own collectives next, and lives on."""
+    heard = {}
+    names = ("replicas", "shards")[-len(shape) :]
+    for place in ("no_sync", "backward", "attach"):
+        model: Any = fully_shard(_model(False), mesh=dist.init_device_mesh("cpu", shape, mesh_dim_names=names))
+        if context.rank == 1 and place != "attach":
+            model[1].register_forward_hook(lambda unused, inputs, output: output.register_hook(_raises) and None)
+        dist.barrier()
+        began = time.monotonic()
+        if context.rank == 1 and place == "attach":  # which is the last one
+            synchronizer.LookupRows = lambda *unused, **more: _raises(torch.empty(0))  # type: ignore[assignment,misc]
+        with pytest.raises((_OfTheUser, LostPeerError)) as caught:
+            _two_passes(model, compressed, place == "no_sync")
+        heard[place] = _heard(caught.value, began)
+    return heard
+
+
+@pytest.mark.parametrize(
+    ("shape", "compressed"), [((3,), False), pytest.param((3,), True, marks=pytest.mark.slow), ((2, 2), False)]
+)
+def test_a_living_rank_that_fails_under_fsdp_is_named_by_all_others_at_once(
+    shape: tuple[int, ...], compressed: bool
+) -> None:
+    outcomes = run_ranks(_fails_in_shards, shape, compressed, world_size=math.prod(shape), timeout_seconds=120)
+    assert {kind for kind, *_ in outcomes[1].value.values()} == {"_OfTheUser"}
+    for place in outcomes[0].value:
+        heard = [outcome.value[place] for outcome in outcomes if outcome.rank != 1]
+        assert {(kind, rank) for kind, _, rank, _ in heard} == {("LostPeerError", 1)}, (place, heard)
+        assert len({text for _, text, *_ in heard}) == 1, (place, heard)
+        assert max(seconds for *_, seconds in heard) < LIMIT_SECONDS, (place, heard)

@@ -139,12 +139,12 @@ def test_fsdp_has_groups_records_and_a_reduce_scatter() -> None:
     assert len(seen) == 1
     assert internals.all_reduce_hook(group) is None
     internals.to_sharded(group)
-    stock = internals.reduce_scatter_of(group)
-    assert callable(stock)
-    assert callable(stock.allocate)
-    other = SimpleNamespace()
-    internals.set_reduce_scatter(group, other)
-    assert internals.reduce_scatter_of(group) is other
+    for stock in internals.collectives_of(group):
+        assert callable(stock)
+        assert callable(stock.allocate)
+    others = SimpleNamespace(), SimpleNamespace()
+    internals.set_collectives(group, *others)
+    assert internals.collectives_of(group) == others
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -260,7 +260,8 @@ def test_fsdp_says_in_what_dtype_and_order_it_reduces(name: str) -> None:
     model = fully_shard(model, mp_policy=MixedPrecisionPolicy(**policy))
     (group,) = internals.parameter_groups(model)
     said = internals.reduced_dtype(group)
-    internals.set_reduce_scatter(group, SimpleNamespace(allocate=allocate))
+    all_gather, _ = internals.collectives_of(group)
+    internals.set_collectives(group, all_gather, SimpleNamespace(allocate=allocate))
     seen: list[Any] = []
     internals.watch_reductions(group, seen.extend)
     model(torch.ones(1, 2)).sum().backward()

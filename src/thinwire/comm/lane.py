@@ -143,7 +143,7 @@ def private_group(process_group: Group, timeout: timedelta | None) -> PrivateGro
     try:
         return _new_group(parent, limit, notes)
     except LostPeerError as error:
-        raise _told(notes, error, limit) from error
+        raise _told(parent, notes, error, limit) from error
 
 
 def _new_group(parent: dist.ProcessGroup, timeout: timedelta | None, notes: Notes | None = None) -> PrivateGroup:
@@ -173,9 +173,9 @@ def _new_group(parent: dist.ProcessGroup, timeout: timedelta | None, notes: Note
     return made.result()
 
 
-def _told(notes: Notes, error: LostPeerError, timeout: timedelta | None) -> LostPeerError:
+def _told(parent: dist.ProcessGroup, notes: Notes, error: LostPeerError, timeout: timedelta | None) -> LostPeerError:
     """Leave a note that this rank did not meet the others; return the error that all raise."""
-    is_late, waits = _is_late(error), tuple(rank for rank in notes.ranks if rank != notes.rank)
+    is_late, waits = _is_late(error), tuple({*dist.get_process_group_ranks(parent)} - {notes.rank})
     lost = () if is_late or error.rank is None else (error.rank,)
     seconds = (timeout or default_pg_timeout).total_seconds() if is_late else 0.0
     notes.leave(Note(notes.rank, False, str(error), ATTACH, lost, waits, seconds, is_late))
@@ -356,7 +356,8 @@ class Lane:
         timeout: longest wait of an exchange for a peer; None uses that of ``process_group``.
         staging: copies tensors that jobs all-reduce to the host and back; None if they are on the host. The group of
             the lane is Gloo's whatever ``process_group`` is.
-        notes: where ranks leave notes of a failure, for a group that nothing else uses; None leaves none.
+        notes: where ranks leave notes of a failure, as those of a lane of more ranks; None leaves them where only the
+            ranks of ``process_group`` do, or none for a private group.
     """
 
     def __init__(
@@ -380,12 +381,12 @@ class Lane:
             parent = resolve_group(process_group)
             self._parent = weakref.ref(parent)  # a lane must not keep alive a group that its owner has destroyed
             self._timeout = timeout or timeout_of(parent)
-            self.notes = _notes_of(parent)
+            self.notes = notes or _notes_of(parent)
             try:
                 with staging.selected():  # a collective of NCCL takes the current device
                     self._own = _take_group(parent, self._timeout, self.notes)
             except LostPeerError as error:
-                raise _told(self.notes, error, self._timeout) from error
+                raise _told(parent, self.notes, error, self._timeout) from error
         self._native: PrivateGroup | None = None
         group = self._own.process_group
         self._group: dist.ProcessGroup | None = group
@@ -402,7 +403,7 @@ class Lane:
         self._machine: Machine | None = None
         self._is_measured = False
         self._claim = threading.Lock()
-        self._current: Future[Any] | None = None
+        self._current: tuple[Future[Any], Callable[[], None]] | None = None  # the running job, and what ends it
         self._beginning = threading.RLock()
         self._unbegun: deque[Callable[[], None] | None] = deque()  # of each job that has not begun, what begins it
         self._num_begun = 0  # jobs that have begun, and not ended
@@ -434,7 +435,7 @@ class Lane:
             try:
                 self._native = _take_group(parent, self._timeout, self.notes)
             except LostPeerError as error:
-                raise _told(self.notes, error, self._timeout) from error
+                raise _told(parent, self.notes, error, self._timeout) from error
         return self._native.process_group
 
     def submit(
@@ -468,23 +469,27 @@ class Lane:
             if pause is not None:
                 pause()
             started = time.perf_counter()
-            self._current = future
+            self._current = future, end
             with self._beginning:
                 self._begin_next()
             try:
                 result = self._attempt(job if begin is None else lambda lane: job(lane, begun[0]()))
             except Exception as error:
-                if self._claims(future):
+                if is_ours := self._claims(future):
                     future.set_exception(error)  # type: ignore[arg-type]  # torch annotates it as a result
             else:
-                if self._claims(future):
+                if is_ours := self._claims(future):
                     future.set_result(result)
+            if is_ours:
+                end()
+            self.note_busy(started, time.perf_counter())
+
+        def end() -> None:
             with self._beginning:
                 self._num_begun -= len(begun)
                 if not begun:
                     self._unbegun.popleft()
                 begun.clear()  # an error that is kept would keep what it refers to
-            self.note_busy(started, time.perf_counter())
 
         with self._beginning:
             self._unbegun.append(None if begin is None else begin_once)
@@ -595,7 +600,7 @@ class Lane:
         return truth
 
     def _note(self, reason: str, error: BaseException | None, ended: Iterable[int]) -> Note:
-        ranks = [rank for rank in self.notes.ranks if rank != self.notes.rank]
+        ranks = [rank for rank in self.exchange.global_ranks if rank != self.notes.rank]
         is_late = error is not None and _is_late(error)
         peer, seconds = self._waits.failed or (EVERYONE, self.timeout_seconds if is_late else 0.0)
         waits = ranks if peer == EVERYONE else [self.exchange.global_ranks[peer]]
@@ -621,10 +626,10 @@ class Lane:
         if self._broken is None and lost.isdisjoint(ranks) and not (lost and EVERYONE in ranks):
             return
         cause = f"the connection to rank {self._names(lost)} is gone" if lost else "this rank hung up"
-        future = self._current
+        future, end = self._current or (None, None)
         error = self.lost_to(RuntimeError(cause))
         if future is not None and self._claims(future):
-            self._start_thread()
+            self._start_thread(end)
             future.set_exception(error)  # type: ignore[arg-type]
 
     @property
@@ -682,11 +687,11 @@ class Lane:
         is_host = self.notes.port is not None and listens_at(self.notes.port)
         record = bytes([is_host]) + socket.gethostname().encode()[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0")
         records = gather_records(exchange, "name of the host", record)
-        self.notes.store_rank = None
-        for rank, answer in zip(exchange.global_ranks, records, strict=True):
-            self.notes.hosts[rank] = answer[1:].rstrip(b"\0").decode(errors="replace")
-            if answer[0] and self.notes.store_rank is None:  # another port of the same number is not the store's
-                self.notes.store_rank = rank
+        answers = dict(zip(exchange.global_ranks, records, strict=True))
+        self.notes.hosts |= {rank: one[1:].rstrip(b"\0").decode(errors="replace") for rank, one in answers.items()}
+        host = next((rank for rank, one in answers.items() if one[0]), None)  # another such port is not the store's
+        if host is not None or len(answers) == len(self.notes.ranks):
+            self.notes.store_rank = host
 
     def _setup_exchange(self) -> Exchange:
         assert self._group is not None, "a lane without connections runs no jobs"
@@ -733,16 +738,19 @@ class Lane:
     def _claims(self, future: Future[Any]) -> bool:
         """Claim the future of the running job; return whether the caller, and no other thread, is to complete it."""
         with self._claim:
-            is_ours = self._current is future
-            self._current = None
+            is_ours = self._current is not None and self._current[0] is future
+            if is_ours:
+                self._current = None
         return is_ours
 
-    def _start_thread(self) -> None:
-        """Start the thread that runs jobs; an earlier one, if there is one, runs no more jobs."""
-        self._thread = threading.Thread(target=self._run, name="thinwire-lane", daemon=True)
+    def _start_thread(self, end: Callable[[], None] | None = None) -> None:
+        """Start the thread that runs jobs; an earlier one, whose job it ends by ``end``, runs no more jobs."""
+        self._thread = threading.Thread(target=self._run, args=(end,), name="thinwire-lane", daemon=True)
         self._thread.start()
 
-    def _run(self) -> None:
+    def _run(self, end: Callable[[], None] | None) -> None:
+        if end is not None:
+            end()
         while self._run_next() and self._thread is threading.current_thread():
             pass
 

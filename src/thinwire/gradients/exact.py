@@ -572,6 +572,11 @@ def route_asked_for() -> str:
     return asked
 
 
+def is_gloo(process_group: dist.ProcessGroup) -> bool:
+    """Return whether Gloo itself does a group's collectives of tensors of a CPU, whatever the group was asked for."""
+    return "cpu:gloo" in dist.get_backend_config(process_group)
+
+
 def is_native(process_group: dist.ProcessGroup, device: torch.device) -> bool:
     """Return whether the model's own group all-reduces tensors of this device, as NCCL does on a GPU.
 

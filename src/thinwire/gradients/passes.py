@@ -248,7 +248,7 @@ class Guard(_FromOutput):
     def enter(self) -> None:
         """Guard the running backward pass, for which peers wait; outside of one nothing happens."""
         if not self.is_running:
-            running = _Pass(self._broke_off)
+            running = _Pass(self.broke_off)
             try:
                 at_end_of_backward(running)
             except RuntimeError:
@@ -259,7 +259,7 @@ class Guard(_FromOutput):
     def failed(self, error: BaseException) -> None:
         """Break off after an error in the work at the end of a pass, unless all ranks raise it and stay in step."""
         if ranks_told(error) < self._lanes[0].world_size:
-            self._broke_off(error)
+            self.broke_off(error)
 
     def check(self, structure: Structure) -> None:
         """Raise ThinwireError at the beginning of a step that cannot be synchronized any more, on all ranks."""
@@ -275,7 +275,7 @@ class Guard(_FromOutput):
                     lane.break_off(f"rank {lane.global_rank}: {error}")
                 raise
 
-    def _broke_off(self, error: BaseException | None) -> LostPeerError | None:
+    def broke_off(self, error: BaseException | None) -> LostPeerError | None:
         """Break off after an error, None for an unknown one; return what to raise instead, if anything."""
         lanes = [lane for lane in self._lanes if lane.world_size > 1]
         if lanes and is_of_a_peer(error) and not isinstance(error, LostPeerError):

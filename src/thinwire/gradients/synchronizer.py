@@ -30,7 +30,7 @@ from thinwire.gradients.collective import CollectiveTables, measured
 from thinwire.gradients.compressed import CompressedSync, Statistics
 from thinwire.gradients.compression import GradScaler, Methods
 from thinwire.gradients.ddp import Alone, DdpPlug, LeftToDdp, Plug, keep_group, keeps_buckets
-from thinwire.gradients.exact import GradientSync, NativeAllReduce, is_native, route_asked_for
+from thinwire.gradients.exact import GradientSync, NativeAllReduce, is_gloo, is_native, route_asked_for
 from thinwire.gradients.lossless import LosslessSync
 from thinwire.gradients.module import module_of, synchronized_buffers, synchronized_parameters
 from thinwire.gradients.parameters import ParameterHooks, Trained, indices_of, share_first, trained_parameters
@@ -138,12 +138,16 @@ class Synchronizer(Attached):
         inner = group if self._sharding is None else self._sharding.dimension()
         self._all_names = [*self._names.values(), *([] if self._sharding is None else self._sharding.names())]
         self._lane = self._inner = Lane(group, timeout, self._staging)
+        within = partial(Lane, timeout=timeout, staging=self._staging, notes=self._lane.notes)
         others = [] if self._sharding is None else [one for one in self._sharding.others if one.replicas is None]
         if inner != group or (self._sharding is not None and self._names) or others:  # jobs of both come in any order
-            self._inner = Lane(inner, timeout, self._staging)
-        self._meshes = {one: Lane(one.dimension(), timeout, self._staging) for one in others}
-        self._replicas = self._lanes_of_replicas(inner, timeout)
-        self._lanes = list(dict.fromkeys((self._lane, *self._meshes.values(), *self._replicas.values(), self._inner)))
+            self._inner = within(inner)
+        self._meshes = {one: within(one.dimension()) for one in others}
+        self._hung = self._lanes_of_shards(within)
+        groups = () if methods.tables is None else methods.tables.replicated()
+        self._replicas = {one: self._inner if one == inner else within(one) for one in groups}  # of tables in shards
+        lanes = *self._meshes.values(), *self._hung.values(), *self._replicas.values(), self._inner
+        self._lanes = list(dict.fromkeys((self._lane, *lanes)))
         if methods.tables is not None:
             methods.tables.count(self._gradients.records)
         self._passes = Passes(model, self._clock, excluded)
@@ -170,8 +174,8 @@ class Synchronizer(Attached):
                 self._gradients.leave_to(self._native, self._staging.is_host)
             collective = self._make_collective(inner, self._inner, self._native)
             self._sums = Sums(self._gradients, self._native, collective, self._compressed, self._lossless)
-            self._plug = self._make_plug(self._sums)
             guard = Guard(self._lanes)
+            self._plug = self._make_plug(self._sums, guard)
             self._choice, begin = self._make_choice(named), self._make_rows()
             if intent is not None:
                 hooks = self._plug if isinstance(self._plug, ParameterHooks) else None
@@ -447,10 +451,14 @@ class Synchronizer(Attached):
         trained = (parameter.device for parameter in named.values() if parameter.requires_grad)
         return next(trained, torch.device("cpu"))
 
-    def _lanes_of_replicas(self, inner: dist.ProcessGroup, timeout: timedelta | None) -> dict[dist.ProcessGroup, Lane]:
-        """Return a lane for each group over which tables in shards are averaged."""
-        groups = () if self._methods.tables is None else self._methods.tables.replicated()
-        return {one: self._inner if one == inner else Lane(one, timeout, self._staging) for one in groups}
+    def _lanes_of_shards(self, within: Callable[[dist.ProcessGroup], Lane]) -> dict[dist.ProcessGroup, Lane]:
+        """Return a lane for each group of Gloo's over which FSDP gathers parameters, for its connections."""
+        if self._sharding is None or self._device.type != "cpu":
+            return {}
+        known = {self._sharding.dimension(): self._inner}
+        known |= {one.dimension(): lane for one, lane in self._meshes.items()}
+        shards = [one.shards for one in (self._sharding, *self._sharding.others) if one.shards is not None]
+        return {group: known.get(group) or within(group) for group in dict.fromkeys(shards) if is_gloo(group)}
 
     def _make_native(self, group: dist.ProcessGroup) -> NativeAllReduce | None:
         """Return the all-reduce beside the lane, or None where jobs of the lane do it.
@@ -505,7 +513,7 @@ class Synchronizer(Attached):
         is_host = self._staging.is_host and self._lane.world_size > 1
         return is_free and can_sum and is_host and not keeps_buckets(self._model)
 
-    def _make_plug(self, sums: Sums) -> Plug:
+    def _make_plug(self, sums: Sums, guard: Guard) -> Plug:
         if is_ddp := isinstance(self._model, DistributedDataParallel):
             keep_group(self._model)
         planned = () if self._intent is None else self._intent.names
@@ -539,7 +547,9 @@ class Synchronizer(Attached):
                     assert self._methods.tables is not None, "replicas are of tables"
                     of_group = [Trained(*pair, is_table=True) for pair in self._methods.tables.replicated()[one]]
                     tables.append((of_group, buckets if lane is self._inner else self._beside(one, lane), lane))
-                return ShardedHooks(self._sharding, self._queues(buckets), count, tables, *rest)
+                hung = {one: lane.native_group() for one, lane in self._hung.items()}
+                queues = self._queues(buckets)
+                return ShardedHooks(self._sharding, queues, count, tables, hung, guard.broke_off, *rest)
             return ParameterHooks(trained, buckets, self._lookups, self._lane, begin, self._clock, groups, is_nested)
         except Exception:
             self._lookups.remove()
@@ -575,7 +585,7 @@ class Synchronizer(Attached):
         if self._sharding is None or self._sharding.replicas is not None or self._gradients.in_rank_order:
             return False
         has_hosts = len(set(self._inner.exchange.hosts)) > 1 and self._sharding.mesh.device_type == "cpu"
-        return has_hosts and dist.get_backend(self._sharding.dimension()) == dist.Backend.GLOO
+        return has_hosts and is_gloo(self._sharding.dimension())
 
     def _may_code(self) -> bool:
         """Return whether "auto" may code a gradient. It times no steps of FSDP both ways."""

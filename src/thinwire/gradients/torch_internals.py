@@ -63,8 +63,8 @@ to_sharded = methodcaller("_to_sharded")
 """Let FSDP give up the whole parameters of a group that an evaluation or a failed pass has left."""
 all_reduce_hook = attrgetter("_all_reduce_hook")
 """Return the hook that FSDP calls after its all-reduce, or None."""
-reduce_scatter_of = attrgetter("_reduce_scatter_comm")
-"""Return what reduces the gradients of a group of FSDP's."""
+collectives_of = attrgetter("_all_gather_comm", "_reduce_scatter_comm")
+"""Return what gathers the parameters of a group of FSDP's, and what reduces their gradients."""
 
 
 def saved_indices(lookup: Any) -> Tensor | None:
@@ -201,9 +201,9 @@ def gathers_again(state: Any, group: Any) -> bool:
     return group.post_forward_mesh_info is not None and not (state._is_root and state._auto_reshard_after_forward)
 
 
-def set_reduce_scatter(group: Any, comm: Any) -> None:
-    """Let another object reduce the gradients of a group of FSDP's."""
-    group._reduce_scatter_comm = comm
+def set_collectives(group: Any, all_gather: Any, reduce_scatter: Any) -> None:
+    """Let other objects gather the parameters of a group of FSDP's and reduce their gradients."""
+    group._all_gather_comm, group._reduce_scatter_comm = all_gather, reduce_scatter
 
 
 def flattened(mesh: DeviceMesh) -> DeviceMesh:
@@ -237,9 +237,9 @@ _DDP = """
     bucket_bytes_cap bucket_bytes_cap_default bucket_bytes_cap_list"""
 _STATE_DICT_HOOKS = "_module_to_pre_save_state_dict_hook_handle _module_to_pre_load_state_dict_hook_handle"
 _GROUPS = f"""{_STATE_DICT_HOOKS}
-    _to_sharded _init_mp_dtypes _reduce_scatter_comm _all_reduce_hook _reset_sharded_params lazy_init comm_ctx device
+    _to_sharded _init_mp_dtypes _all_gather_comm _reduce_scatter_comm _all_reduce_hook _reset_sharded_params lazy_init
     fsdp_params post_backward mesh_info.mesh._flatten mesh_info.shard_mesh_dim mesh_info.replicate_mesh_dim reduce_grads
-    post_forward_mesh_info all_reduce_grads gradient_divide_factor"""
+    post_forward_mesh_info all_reduce_grads gradient_divide_factor comm_ctx device"""
 _PARAMETERS = "sharded_param sharded_size padded_sharded_param_size offload_to_cpu orig_dtype param_dtype"
 
 

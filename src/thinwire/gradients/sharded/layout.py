@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -32,7 +33,7 @@ from thinwire.compress.assign import Dense, assign
 from thinwire.compress.base import Compressor, Exchanged, Parameter
 from thinwire.compress.memory import ErrorFeedback
 from thinwire.compress.reductions.choose import AUTO, scattered
-from thinwire.errors import ThinwireError
+from thinwire.errors import ThinwireError, is_of_a_peer
 from thinwire.gradients import torch_internals as internals
 from thinwire.gradients.buckets import Buckets, Contents, Pending
 from thinwire.gradients.compression import Methods, Planned, exact_of, planned
@@ -328,6 +329,8 @@ class ShardedHooks(ParameterHooks):
         inside: the queues for shards, each on a lane of their group: on the mesh of the layout, and on others.
         count: counts a reduce-scatter of bytes that stays FSDP's.
         tables: the shards of tables with replicas, with a queue and a lane of these.
+        hung: by a group of FSDP's, one of the same ranks that hangs up when one of them fails.
+        lost: called with what a collective of FSDP's raised; returns the error about the rank that failed, if any.
         rest: arguments of `ParameterHooks`, for the parameters that FSDP ignores.
     """
 
@@ -339,6 +342,8 @@ class ShardedHooks(ParameterHooks):
         inside: Mapping[Sharding, Buckets],
         count: Callable[[int], object],
         tables: Sequence[tuple[list[Trained], Buckets, Lane]],
+        hung: Mapping[dist.ProcessGroup, dist.ProcessGroup],
+        lost: Callable[[BaseException], BaseException | None],
         *rest: Any,
     ) -> None:
         on = {unit: one for one in (sharding, *sharding.others) for unit in one.units}
@@ -349,17 +354,20 @@ class ShardedHooks(ParameterHooks):
         _, ignored, lookups, _, *others = rest
         self.sends_at_end = ignored.is_of_model
         self._tables = [_Tables(self, trained, queue, lookups, lane, *others) for trained, queue, lane in tables]
-        self._stock = [(unit.group.mesh_info, internals.reduce_scatter_of(unit.group)) for unit in self._units]
+        self._stock = [(unit.group.mesh_info, internals.collectives_of(unit.group)) for unit in self._units]
         compresses = any(self._inside.compresses(shard.name) for unit in sharding.units for shard in unit.shards)
         for unit, one in on.items():
             unit.watch(self._begin)
             own = inside.get(one)
+            gather, scatter = internals.collectives_of(unit.group)
+            if one.shards in hung:
+                gather, scatter = Through(gather, hung, lost), Through(scatter, hung, lost)
             if one is sharding and self._replicas is not None:
                 unit.group.mesh_info = info = copy(unit.group.mesh_info)
                 info.replicate_process_group = Replicas(self._replicas, partial(self._average, unit))
             elif own is not None and ((one is sharding and compresses) or own.has_lossless):
-                stock = internals.reduce_scatter_of(unit.group)
-                internals.set_reduce_scatter(unit.group, Scatter(stock, partial(self._scatter, unit, own, stock)))
+                scatter = Scatter(scatter, partial(self._scatter, unit, own, scatter))
+            internals.set_collectives(unit.group, gather, scatter)
         if self._lane.rank == 0:
             if compresses and sharding.others:
                 names = ", ".join(shard.name for one in sharding.others for unit in one.units for shard in unit.shards)
@@ -416,10 +424,10 @@ class ShardedHooks(ParameterHooks):
         super().remove()
         for one in self._tables:
             one.remove()
-        for unit, (info, comm) in zip(self._units, self._stock, strict=True):
+        for unit, (info, collectives) in zip(self._units, self._stock, strict=True):
             unit.release()
             unit.group.mesh_info = info
-            internals.set_reduce_scatter(unit.group, comm)
+            internals.set_collectives(unit.group, *collectives)
 
     def _average(self, unit: ParameterGroup, flat: Tensor, op: Any) -> None:
         """Average a flat tensor of shards over their replicas, in place, or sum it if FSDP asks for that."""
@@ -570,6 +578,55 @@ class Scatter:
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
         self._reduce(output_tensor, input_tensor, group, op)
+
+
+class Through:
+    """A collective of FSDP's through a group that hangs up when a rank fails, whose error names that rank.
+
+    Args:
+        stock: makes the collective.
+        hung, lost: as of `ShardedHooks`.
+    """
+
+    def __init__(
+        self,
+        stock: Any,
+        hung: Mapping[dist.ProcessGroup, dist.ProcessGroup],
+        lost: Callable[[BaseException], BaseException | None],
+    ) -> None:
+        self.allocate, self._stock, self._hung, self._lost = stock.allocate, stock, hung, lost
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, *rest: Any, **options: Any
+    ) -> dist.Work | None:
+        group = self._hung.get(group, group)
+        with naming(self._lost):
+            work = self._stock(output_tensor, input_tensor, group, *rest, **options)
+        return None if work is None else _Named(work, self._lost)
+
+
+class _Named(dist.Work):
+    """A work of torch's whose error names the rank that failed."""
+
+    def __init__(self, work: dist.Work, lost: Callable[[BaseException], BaseException | None]) -> None:
+        super().__init__()
+        self._work, self._lost = work, lost
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        with naming(self._lost):
+            return self._work.wait() if timeout is None else self._work.wait(timeout)
+
+
+@contextmanager
+def naming(lost: Callable[[BaseException], BaseException | None]) -> Iterator[None]:
+    """Raise what ``lost`` returns for torch's error about a connection."""
+    try:
+        yield
+    except RuntimeError as error:
+        other = lost(error) if is_of_a_peer(error) else None
+        if other is None:
+            raise
+        raise other from error
 
 
 def _store(results: Sequence[tuple[Tensor, Tensor]], count: int, scale: float) -> None:

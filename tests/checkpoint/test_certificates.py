@@ -6,7 +6,7 @@ import contextlib
 import json
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,17 +48,22 @@ class Training:
         policy, storage = CheckpointPolicy(on_divergence=on_divergence), Storage(run_id, 1, disk, socket)
         self.checkpointer = Checkpointer(self.model, self.optimizer, policy=policy, storage=storage)
 
-    def train(self, steps: int) -> None:
+    def train(self, steps: int, meanwhile: Callable[[], None] = lambda: None) -> None:
         for _ in range(steps):
             self.optimizer.zero_grad()
             self.model(torch.ones(2, 40)).square().mean().backward()
             self.optimizer.step()
+            meanwhile()
             self.checkpointer.step()
             assert self.checkpointer.flush(20)
 
     def flip(self) -> None:
         if dist.get_rank() == 1:
             self.model.weight.detach().view(torch.int32)[3, 3] ^= 1 << 9
+
+    def flip_a_rate(self) -> None:
+        if dist.get_rank() == 1:
+            self.optimizer.param_groups[0]["lr"] *= 1.5
 
     def weights(self) -> list[float]:
         return self.model.weight.detach().flatten().tolist()
@@ -109,6 +114,35 @@ def test_ranks_that_load_what_differs_say_so_at_once_and_go_on_comparing(socket:
                 "step 3, at which all were the same, is not available", "restore(step=...)", "on_divergence='off'",
             ):  # fmt: skip
                 assert words in text
+
+
+def has_another_rate(context: RankContext, socket: str, directory: str) -> list[str]:
+    """In the state of step 4 parameters are the same on all ranks, for the last time."""
+    disk = Disk(directory, every="1d")
+    training = Training(socket, "run", disk=disk)
+    with told() as texts, training.checkpointer:
+        training.checkpointer.restore()
+        training.train(3)
+        training.checkpointer.persist_now()
+        kept = training.weights()
+        training.train(1, training.flip_a_rate)
+        with pytest.raises(
+            ThinwireError, match=r"silent corruption: .* ranks 0, 1 differ .* at step 3 all were the same"
+        ):
+            training.checkpointer.persist_now()
+        training.train(2)
+    again = Training(socket, "run", disk=disk)
+    with told(), again.checkpointer:
+        assert again.checkpointer.restore() == 3
+        assert again.weights() == kept
+        again.train(2)
+        assert again.checkpointer.stats()["checkpoint/certified_step"] >= 4
+    return texts
+
+
+def test_a_learning_rate_that_one_rank_has_otherwise_is_no_state_to_go_back_to(socket: str, tmp_path: Path) -> None:
+    for outcome in run_ranks(has_another_rate, socket, str(tmp_path / "disk"), world_size=2, timeout_seconds=60):
+        assert any("ranks 0, 1 differ" in text and "at step 3 all were the same" in text for text in outcome.value)
 
 
 def differs_from_the_start(context: RankContext, socket: str) -> list[list[str]]:

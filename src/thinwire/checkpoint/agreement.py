@@ -13,7 +13,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -261,6 +261,7 @@ class Agreement:
         if crcs:
             shard = ShardId(registration.run_id, registration.topology, -1 - registration.groups[registration.rank])
             alike = Manifest.stated(shard, writer.step, self.attempt, encoded.shared_bytes, crcs)
+            alike = replace(alike, shared=encoded.values)  # in the layout of each rank, and compared with the bytes
             self._reported.append((self.attempt, writer.step, int(alike.version.digest, 16) >> 12))
         codes = codes or Codes([], encoded.payload_bytes - tail_offset(writer, encoded))
         layout = encoded.to_bytes(self.about, codes.pieces)

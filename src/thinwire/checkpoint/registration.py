@@ -110,8 +110,7 @@ class Registration:
         self._path = on_all(group, lambda: socket_path(storage.holder_socket), ValueError)
         self.run_id, self.about = run_id, about
         self.topology = topology_digest(about)
-        disk = storage.disk
-        self.marker = RunMarker(self._path, run_id, None if disk is None else Path(disk.directory))
+        self.marker = RunMarker(self._path, run_id, storage.disk and Path(storage.disk.directory))
         self._domain = domain if domain is not None else os.environ.get("THINWIRE_DOMAIN", "")
         self.wanted: Mapping[str, Sequence[str]] = {}
         self.chosen: tuple[int, int] | None = None

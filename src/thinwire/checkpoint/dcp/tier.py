@@ -312,7 +312,11 @@ def _names(layout: StateLayout) -> list[str]:
 def _shared(layout: StateLayout, digests: Mapping[str, str]) -> str:
     """Digest of what all ranks should have alike; empty if there is nothing."""
     items = zip(layout.slices, _names(layout), strict=True)
-    shared = {name: digests[name] for item, name in items if item.offset < layout.shared_bytes}
+    shared: dict[str, Any] = {name: digests[name] for item, name in items if item.offset < layout.shared_bytes}
+    optimizers = {name.partition(".state.")[0] for name in shared if ".state." in name}
+    for name, node in layout.tree["dict"]:
+        for key, values in node["dict"] if name in optimizers else ():
+            shared |= {f"{name}.{key}": values} if key in ("state", "param_groups") else {}
     return _digest_of(_canonical(shared)) if shared else ""
 
 
@@ -339,6 +343,7 @@ def digest_of_shared(encoded: Encoded) -> str:
     shared = {
         item.offset: _digest(tensor.detach().cpu()) for item, tensor in items if item.offset < encoded.shared_bytes
     }
+    shared |= {-1: encoded.values} if shared else {}
     return _digest_of(_canonical(shared)) if shared else ""
 
 

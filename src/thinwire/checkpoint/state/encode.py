@@ -17,7 +17,7 @@ from thinwire.checkpoint.state.layout import COLLECTIONS, DTYPES, STORABLE, TAGS
 from thinwire.checkpoint.state.sharding import local_of, part_of
 
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
-Replicated = Callable[[str, Tensor], bool]
+Replicated = Callable[[str, Any], bool]
 _MOST_LEVELS = 100  # that a reader can follow, deep in the calls of a trainer
 _TOO_DEEP = f"{{}}: containers in one another more than {_MOST_LEVELS} deep cannot be stored: make them flatter"
 _LEAVES = frozenset((*_PLAIN_TYPES, DTensor, int, float, str, bool, bytes, type(None), torch.Size))
@@ -40,6 +40,13 @@ class Encoded:
     _pieces: Sequence[str]
     _texts: Sequence[str]
     _slices_text: str
+    _values: Sequence[int]
+
+    @property
+    def values(self) -> str:
+        """A digest of the values that all ranks should have alike, such as a learning rate; empty if there is none."""
+        texts = [self._texts[hole] for hole in self._values]
+        return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16] if texts else ""
 
     @property
     def alike(self) -> str:
@@ -68,11 +75,11 @@ class StateEncoder:
     a state of 4,000 tensors.
 
     Args:
-        replicated: returns whether ranks have a tensor alike, by its path. These come first in the payload. If some
-            tensors are held in parts, only those are alike of which several ranks hold the same part.
+        replicated: returns whether ranks have a tensor or another value alike, by its path. Such tensors come first in
+            the payload. If some are held in parts, only those are alike of which several ranks hold the same part.
     """
 
-    def __init__(self, replicated: Replicated = lambda path, tensor: False) -> None:
+    def __init__(self, replicated: Replicated = lambda path, value: False) -> None:
         self._form: _Form | None = None
         self._replicated = replicated
 
@@ -182,6 +189,7 @@ class _Form:
         self._write(state, "")
         self._shared_bytes = self._lay_out(replicated)
         self._scanned = []
+        self._alike = [hole for hole, (_, path) in enumerate(self._holes) if replicated(path, self._values[hole])]
         self._final_slices = tuple(self._slices)
         self._slices_text = _dumps([item.to_json() for item in self._slices])
 
@@ -218,8 +226,8 @@ class _Form:
             value = leaves[index]
             if value is not self._values[hole] or isinstance(value, set):  # a set may have changed
                 self._values[hole], self._texts[hole] = value, _dumps(_plain(value, path))
-        sizes, texts = (self._payload_bytes, self._shared_bytes), [*self._texts]
-        return Encoded(self._final_slices, tensors, originals, *sizes, self._pieces, texts, self._slices_text)
+        sizes, texts = (self._payload_bytes, self._shared_bytes), ([*self._texts], self._slices_text, self._alike)
+        return Encoded(self._final_slices, tensors, originals, *sizes, self._pieces, *texts)
 
     def _write(self, value: Any, path: str) -> None:
         if isinstance(value, dict):

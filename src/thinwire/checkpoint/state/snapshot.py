@@ -74,13 +74,15 @@ class TrainingState:
         synchronizers = _each("synchronizer", self.synchronizer)
         return self.compares and all(getattr(part, "keeps_ranks_alike", True) for _, part in synchronizers)
 
-    def is_replicated(self, path: str, tensor: Tensor) -> bool:
-        """Return whether data parallelism keeps a tensor alike on all ranks: parameters, and the optimizer's state."""
+    def is_replicated(self, path: str, value: Any) -> bool:
+        """Return whether data parallelism keeps a tensor or another value alike on all ranks: parameters, and the
+        optimizer's state, with its learning rates and the like."""
         if not self.keeps_ranks_alike:
             return False
         if path.startswith("optimizer"):
-            return ".state." in path and all(_local(each) is each for each in self.optimizers())
-        return path.startswith("model.") and isinstance(tensor, nn.Parameter)
+            is_kept_alike = ".state." in path or ".param_groups." in path
+            return is_kept_alike and all(_local(each) is each for each in self.optimizers())
+        return path.startswith("model.") and isinstance(value, nn.Parameter)
 
     def load(self, layout: StateLayout, tensors: Sequence[Tensor]) -> int:
         """Load a state that this rank stored, tensors in place, and return the number of steps before it.

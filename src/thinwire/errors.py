@@ -16,12 +16,16 @@ Wrong arguments are a ``ValueError`` or ``TypeError``, as in torch.
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 import traceback
 from collections.abc import Callable, Iterable
 from typing import NoReturn, TypeVar
 
 T = TypeVar("T")
+
+logger = logging.getLogger("thinwire")
+"""What all of thinwire logs to."""
 
 __all__ = [
     "CorruptHeaderError",

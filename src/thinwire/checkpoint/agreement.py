@@ -9,7 +9,6 @@ stays.
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -30,9 +29,7 @@ from thinwire.checkpoint.registration import Registration
 from thinwire.checkpoint.state.coding import Codes
 from thinwire.checkpoint.state.encode import Encoded
 from thinwire.checkpoint.state.layout import aligned
-from thinwire.errors import ThinwireError
-
-logger = logging.getLogger("thinwire")
+from thinwire.errors import ThinwireError, logger
 
 FAILURES = (ThinwireError, ValueError, OSError, RuntimeError)
 _RETRY_STEPS = 10  # until refused slots are requested again

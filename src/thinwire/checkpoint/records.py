@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 import warnings
 from collections import deque
@@ -11,7 +10,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
-logger = logging.getLogger("thinwire")
+from thinwire.errors import logger
 
 _KEPT = 1000
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import secrets
 import warnings
@@ -32,9 +31,7 @@ from thinwire.checkpoint.pacing.counters import BusySampler, TransmitCounters, i
 from thinwire.checkpoint.placement import replicas_of_ranks
 from thinwire.checkpoint.state.layout import aligned
 from thinwire.comm.hosts import boot_id, network_identity
-from thinwire.errors import ThinwireError
-
-logger = logging.getLogger("thinwire")
+from thinwire.errors import ThinwireError, logger
 
 _PAGE_BYTES = 4096
 LAYOUT_BYTES = 16 << 10  # grows with the first version
@@ -110,7 +107,7 @@ class Registration:
         self._path = on_all(group, lambda: socket_path(storage.holder_socket), ValueError)
         self.run_id, self.about = run_id, about
         self.topology = topology_digest(about)
-        self.marker = RunMarker(self._path, run_id, storage.disk and Path(storage.disk.directory))
+        self.marker = RunMarker(self._path, run_id, Path(storage.disk.directory) if storage.disk else None)
         self._domain = domain if domain is not None else os.environ.get("THINWIRE_DOMAIN", "")
         self.wanted: Mapping[str, Sequence[str]] = {}
         self.chosen: tuple[int, int] | None = None

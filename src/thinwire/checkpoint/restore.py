@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import time
 from collections.abc import Callable, Sequence, Set
@@ -36,9 +35,7 @@ from thinwire.checkpoint.state.encode import StateEncoder
 from thinwire.checkpoint.state.layout import StateLayout, aligned
 from thinwire.checkpoint.state.sharding import Move, fill, plan_moves
 from thinwire.checkpoint.state.snapshot import TrainingState
-from thinwire.errors import ThinwireError
-
-logger = logging.getLogger("thinwire")
+from thinwire.errors import ThinwireError, logger
 
 _TRIES = 3  # of versions in memory, each with those left after the failure before
 _UNFINISHED = 2  # checkpoints that a crash may cost at any time: a shard has two slots

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import logging
 import queue
 import re
 import secrets
@@ -46,6 +45,7 @@ from thinwire.errors import (
     ThinwireError,
     forget_locals,
     is_of_a_peer,
+    logger,
     raising,
     ranks_told,
 )
@@ -53,8 +53,6 @@ from thinwire.errors import (
 _NAME_BYTES = 63
 T = TypeVar("T")
 Group = dist.ProcessGroup | DeviceMesh | None
-
-logger = logging.getLogger("thinwire")
 
 
 def resolve_group(process_group: Group) -> dist.ProcessGroup:

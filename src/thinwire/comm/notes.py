@@ -12,7 +12,6 @@ was killed, all others see its connections closed, which tells as much.
 from __future__ import annotations
 
 import json
-import logging
 import os
 import threading
 import time
@@ -22,9 +21,7 @@ from dataclasses import asdict, dataclass, field, replace
 
 import torch.distributed as dist
 
-from thinwire.errors import LostPeerError
-
-logger = logging.getLogger("thinwire")
+from thinwire.errors import LostPeerError, logger
 
 MAX_NOTE_BYTES, MAX_TEXT = 64 * 1024, 400
 """Bytes of a note (with the numbers of up to 8,000 ranks), and characters of each text in it."""

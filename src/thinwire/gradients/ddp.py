@@ -6,7 +6,6 @@ and is only watched: a hook in Python costs, even if it does no more than DDP do
 one machine cost 7.7 ms by torch's own `allreduce_hook`, and 5.8 ms without one.
 """
 
-import logging
 import time
 import warnings
 import weakref
@@ -26,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from thinwire.comm.c10d import never_compiled
 from thinwire.comm.lane import Lane
-from thinwire.errors import ThinwireError
+from thinwire.errors import ThinwireError, logger
 from thinwire.gradients import torch_internals as internals
 from thinwire.gradients.buckets import Buckets, Pending
 from thinwire.gradients.exact import NativeAllReduce
@@ -199,9 +198,6 @@ def _stock_sparse(process_group: dist.ProcessGroup, gradient: Tensor) -> Future[
     assert work is not None
     world_size = process_group.size()
     return work.get_future().then(lambda done: torch.div(done.value()[0], world_size))
-
-
-logger = logging.getLogger("thinwire")
 
 
 class Plug:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Container, Iterable, Iterator
 from datetime import timedelta
@@ -16,12 +15,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 
+from thinwire.errors import logger
 from thinwire.rows.sparse import SUPPORTED_DTYPES
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
-
-logger = logging.getLogger("thinwire")
 
 INSIDE_DDP = (
     "thinwire is attached to a module that DistributedDataParallel or replicate() synchronizes too, so gradients would"

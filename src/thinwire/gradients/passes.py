@@ -7,7 +7,6 @@ broken off.
 
 from __future__ import annotations
 
-import logging
 import sys
 import warnings
 import weakref
@@ -26,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from thinwire.comm.c10d import never_compiled
 from thinwire.comm.lane import Lane
-from thinwire.errors import LostPeerError, ThinwireError, is_of_a_peer, ranks_told
+from thinwire.errors import LostPeerError, ThinwireError, is_of_a_peer, logger, ranks_told
 from thinwire.gradients.ddp import Alone, Plug
 from thinwire.gradients.module import (
     INSIDE_DDP,
@@ -39,8 +38,6 @@ from thinwire.gradients.module import (
 from thinwire.gradients.tables import Hook, tensors_of, weak
 from thinwire.gradients.torch_internals import ENGINE_FRAME, active_ddp, at_end_of_backward, graph_task, has_optimizer
 from thinwire.observe.step import Clock
-
-logger = logging.getLogger("thinwire")
 
 EARLY_STEP = (
     "{}: gradients are used up before they are averaged over the ranks, so the models of the ranks would drift apart."

@@ -146,8 +146,8 @@ class Synchronizer(Attached):
         self._hung = self._lanes_of_shards(within)
         groups = () if methods.tables is None else methods.tables.replicated()
         self._replicas = {one: self._inner if one == inner else within(one) for one in groups}  # of tables in shards
-        lanes = *self._meshes.values(), *self._hung.values(), *self._replicas.values(), self._inner
-        self._lanes = list(dict.fromkeys((self._lane, *lanes)))
+        self._lanes = [self._lane, *self._meshes.values(), *self._hung.values(), *self._replicas.values(), self._inner]
+        self._lanes = list(dict.fromkeys(self._lanes))
         if methods.tables is not None:
             methods.tables.count(self._gradients.records)
         self._passes = Passes(model, self._clock, excluded)

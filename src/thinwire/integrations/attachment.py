@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
@@ -15,12 +14,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.attach import attach
+from thinwire.errors import logger
 from thinwire.gradients.module import is_sharded
 from thinwire.gradients.synchronizer import Synchronizer
 from thinwire.outer import OuterLoop, OuterRecipe
 from thinwire.outer import attach as attach_outer
-
-logger = logging.getLogger("thinwire")
 
 STATE = "thinwire.pt"
 """File with the states of all ranks in checkpoints of earlier versions, which is still read."""

@@ -8,7 +8,6 @@ only rows that were looked up, and all others are equal on all replicas already.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -21,13 +20,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.attach import attach as attach_model
 from thinwire.comm.process_group import ring_all_reduce_bytes
-from thinwire.errors import ThinwireError
+from thinwire.errors import ThinwireError, logger
 from thinwire.gradients.synchronizer import Attached, Synchronizer
 from thinwire.gradients.tables import lookups_of_features
 from thinwire.outer import OuterLoop, OuterRecipe, local_sgd
 from thinwire.outer import attach as attach_outer
-
-logger = logging.getLogger("thinwire")
 
 
 def attach(model: Any, outer: OuterRecipe | None = None, compress: Any = None, **options: Any) -> DmpSynchronizer:

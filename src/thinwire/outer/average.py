@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from thinwire.compress.base import Memory, Parameter
 from thinwire.compress.methods.sign import SignSGD
 from thinwire.compress.state import owe
 from thinwire.compress.wrappers import core_of
+from thinwire.errors import logger
 from thinwire.gradients.buckets import as_real, set_exception
 from thinwire.gradients.compressed import CompressedSync, Statistics
 from thinwire.gradients.compression import exact_of, planned
@@ -38,8 +38,6 @@ LARGEST = 1e12
 """Largest element of a difference that counts as finite: the squares of a thousand million of them are, in float32."""
 
 T = TypeVar("T")
-
-logger = logging.getLogger("thinwire")
 
 
 @dataclass(frozen=True, eq=False)

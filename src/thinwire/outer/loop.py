@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import weakref
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ from thinwire.comm.cuda.staging import staging_for
 from thinwire.comm.lane import Lane, lane_stats
 from thinwire.comm.process_group import ring_all_reduce_bytes, sparse_all_reduce_bytes
 from thinwire.compress.assign import NATIVE, Dense
-from thinwire.errors import ThinwireError
+from thinwire.errors import ThinwireError, logger
 from thinwire.gradients.compression import is_skipped
 from thinwire.gradients.module import is_sharded, local_of, module_of, synchronized_buffers, synchronized_parameters
 from thinwire.gradients.parameters import share_first
@@ -46,8 +45,6 @@ MOMENTUM_TWICE = (
     " SparseLoCo (arXiv 2508.15706) trains without outer momentum, as with momentum=0.0, nesterov=False and"
     " dense=thinwire.compress.error_feedback(compressor, decay=0.95)"
 )
-
-logger = logging.getLogger("thinwire")
 
 
 @final

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import logging
 import re
 import secrets
 import threading
@@ -34,7 +33,7 @@ from thinwire.comm.channel import Draft, Subject
 from thinwire.comm.connections import PrivateGroup
 from thinwire.comm.lane import EXIT_SECONDS, Lane, beside
 from thinwire.comm.process_group import Staging
-from thinwire.errors import CorruptMessageError, LostPeerError, MismatchError, ThinwireError, told
+from thinwire.errors import CorruptMessageError, LostPeerError, MismatchError, ThinwireError, logger, told
 from thinwire.gradients.steps.state import packed, unpacked
 from thinwire.outer.heart import FROZEN_SECONDS, GONE_SECONDS, SILENT_SECONDS, Heart
 from thinwire.rows.formats import Format, Kind, aligned
@@ -55,8 +54,6 @@ _GENERATION = "generation"
 _ENDED = "ended"
 _NOTHING = "nothing of thinwire"
 _groups_seen: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
-
-logger = logging.getLogger("thinwire")
 
 
 @dataclass(frozen=True)

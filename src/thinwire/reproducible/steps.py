@@ -9,7 +9,6 @@ on by itself does not matter, because the mean has the same bits whoever makes i
 from __future__ import annotations
 
 import copy
-import logging
 import os
 import time
 from collections import Counter
@@ -25,14 +24,12 @@ from thinwire.comm.agree import gather_json
 from thinwire.comm.c10d import NEEDED, UNREGISTERED, check_names
 from thinwire.comm.channel import Subject
 from thinwire.comm.lane import Group, Lane, resolve_group, timeout_of
-from thinwire.errors import CorruptMessageError, MismatchError, ThinwireError, told
+from thinwire.errors import CorruptMessageError, MismatchError, ThinwireError, logger, told
 from thinwire.outer.members import Members, Roll, hand_over
 from thinwire.reproducible.digests import digest, of_arithmetic, of_state
 from thinwire.reproducible.exact import MOST_ADDED
 from thinwire.reproducible.gradients import Gradients
 from thinwire.rows.formats import digest64
-
-logger = logging.getLogger("thinwire")
 
 _SMOOTHING = 0.5
 _AFTER, _CHECKED, _OUTSIDE = -1, -2, -3

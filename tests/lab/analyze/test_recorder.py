@@ -19,5 +19,5 @@ def test_what_a_script_trains_before_it_wraps_its_model_does_not_end_it(has_mode
         if has_model:
             optimizer.step()
             return
-        with pytest.raises(ScriptFailed, match="train.py trains a model without DistributedDataParallel"):
+        with pytest.raises(ScriptFailed, match="without DistributedDataParallel"):
             optimizer.step()

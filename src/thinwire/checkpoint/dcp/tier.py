@@ -26,7 +26,6 @@ import dataclasses
 import fcntl
 import hashlib
 import json
-import logging
 import os
 import re
 import shutil
@@ -70,7 +69,7 @@ from thinwire.checkpoint.records import Notices
 from thinwire.checkpoint.state.coding import tensors_of
 from thinwire.checkpoint.state.encode import Encoded, alike
 from thinwire.checkpoint.state.layout import DTYPES, ShardPart, StateLayout
-from thinwire.errors import CorruptMessageError, ThinwireError
+from thinwire.errors import CorruptMessageError, ThinwireError, logger
 
 
 class PartsPlanner(DefaultSavePlanner):
@@ -354,8 +353,6 @@ def _digest(tensor: Tensor) -> str:
 def _digest_of(content: bytes | memoryview) -> str:
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
-
-logger = logging.getLogger("thinwire")
 
 _RETRY_SECONDS = 60.0  # at most, until a save that failed is tried again
 

@@ -12,7 +12,6 @@ holders: JSON under a key made from the job's secret, with limits and timeouts.
 from __future__ import annotations
 
 import contextlib
-import logging
 import socket
 import threading
 import time
@@ -24,7 +23,7 @@ from thinwire.checkpoint.holder.acceptor import Acceptor
 from thinwire.checkpoint.holder.frames import Connection, FrameKind, Handshake
 from thinwire.checkpoint.holder.replication import call, is_loopback, parse_address
 from thinwire.checkpoint.holder.version import field
-from thinwire.errors import CorruptMessageError, LostPeerError, PeerError, ThinwireError
+from thinwire.errors import CorruptMessageError, LostPeerError, PeerError, ThinwireError, logger
 
 _MOST_FORMER = 16
 
@@ -194,8 +193,6 @@ class Board:
         self._ranks = assign_ranks({name: ready[name].claim for name in chosen})
         self._values = {}
 
-
-logger = logging.getLogger("thinwire")
 
 _LOST_SECONDS = 0.2  # for another look at the board that was just lost, where others answer
 _IDLE_SECONDS = 60.0  # an agent speaks every second

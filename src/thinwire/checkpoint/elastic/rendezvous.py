@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import secrets
 import signal
@@ -42,9 +41,7 @@ from thinwire.checkpoint.holder.start import (
     load_secret,
     socket_path,
 )
-from thinwire.errors import LostPeerError, PeerError, ThinwireError
-
-logger = logging.getLogger("thinwire")
+from thinwire.errors import LostPeerError, PeerError, ThinwireError, logger
 
 BIND_VARIABLE = "THINWIRE_BIND"
 _PORT = 29400

@@ -7,7 +7,6 @@ import contextlib
 import ctypes
 import hashlib
 import json
-import logging
 import os
 import pwd
 import secrets
@@ -29,8 +28,6 @@ from thinwire.checkpoint.holder.slots import parse_json
 from thinwire.checkpoint.holder.store import BudgetError, available_bytes, parse_bytes
 from thinwire.checkpoint.holder.version import NONCE_BITS, field
 from thinwire.errors import CorruptMessageError, LostPeerError, ThinwireError
-
-logger = logging.getLogger("thinwire")
 
 SECRET_VARIABLE, SOCKET_VARIABLE = "THINWIRE_SECRET", "THINWIRE_HOLDER"
 AGENT_VARIABLE = "THINWIRE_AGENT"  # the process of the elastic agent, for its workers

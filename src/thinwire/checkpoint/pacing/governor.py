@@ -7,13 +7,12 @@ than one, moves neither. Where versions leave no iteration free, one is left out
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
 from collections import deque
 from statistics import median
 
-logger = logging.getLogger("thinwire")
+from thinwire.errors import logger
 
 _UNGOVERNED = 20  # iterations at the start: protection comes first, and they are slow
 _FEW = 3  # versions, and free iterations, before their medians are believed

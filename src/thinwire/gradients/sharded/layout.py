@@ -10,7 +10,6 @@ Attributes of FSDP that are private by name are read in `thinwire.gradients.torc
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 import warnings
@@ -33,7 +32,7 @@ from thinwire.compress.assign import Dense, assign
 from thinwire.compress.base import Compressor, Exchanged, Parameter
 from thinwire.compress.memory import ErrorFeedback
 from thinwire.compress.reductions.choose import AUTO, scattered
-from thinwire.errors import ThinwireError, is_of_a_peer
+from thinwire.errors import ThinwireError, is_of_a_peer, logger
 from thinwire.gradients import torch_internals as internals
 from thinwire.gradients.buckets import Buckets, Contents, Pending
 from thinwire.gradients.compression import Methods, Planned, exact_of, planned
@@ -41,8 +40,6 @@ from thinwire.gradients.lossless import Other
 from thinwire.gradients.module import is_sharded, local_of
 from thinwire.gradients.parameters import ParameterHooks, Trained
 from thinwire.gradients.tables import MIN_TABLE_BYTES, TableGradient, sparse_tables_of, tables_of
-
-logger = logging.getLogger("thinwire")
 
 
 @dataclass(frozen=True, eq=False)

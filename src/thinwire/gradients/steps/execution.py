@@ -6,7 +6,6 @@ the same at the end of the same step.
 
 from __future__ import annotations
 
-import logging
 import statistics
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +13,7 @@ from typing import Any
 
 from thinwire.comm.channel import Subject
 from thinwire.comm.lane import Lane
+from thinwire.errors import logger
 from thinwire.gradients.compressed import FLUSH_STEPS
 from thinwire.gradients.ddp import are_same
 from thinwire.gradients.steps.fit import Measured
@@ -29,8 +29,6 @@ DRIFT = 0.1
 
 _MAX_PATIENCE = 16
 PLAN, EXACT = "the plan", "exact synchronization"
-
-logger = logging.getLogger("thinwire")
 
 
 class Execution:

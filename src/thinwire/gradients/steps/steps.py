@@ -6,7 +6,6 @@ A trace holds measured steps as events of the same form as those that a plan pre
 from __future__ import annotations
 
 import json
-import logging
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +16,7 @@ import torch
 from torch import nn
 
 from thinwire.comm.lane import Lane
+from thinwire.errors import logger
 from thinwire.gradients.buckets import Sums
 from thinwire.gradients.ddp import Plug, is_joining
 from thinwire.gradients.steps.dense import DenseChoice
@@ -104,9 +104,6 @@ def _about(job: JobTimes) -> dict[str, float]:
         "compressed tensors": job.load.num_compressed,
         "waited seconds": max(0.0, job.started - job.submitted),
     }
-
-
-logger = logging.getLogger("thinwire")
 
 
 class Decisions(NamedTuple):

@@ -20,6 +20,7 @@ $(STAMP): pyproject.toml constraints.txt | $(TORCH)
 
 demo: $(DEMO)    ## compare stock DDP and thinwire on four emulated hosts, in about a minute; it installs what that needs
 	$(BIN)/thinwire demo
+	@echo "thinwire is in $(BIN): first run  . $(BIN)/activate"
 
 $(DEMO): pyproject.toml constraints.txt | $(TORCH)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[cpu,plot,testbed]'

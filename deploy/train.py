@@ -3,7 +3,9 @@
     torchrun --standalone --nproc-per-node 2 deploy/train.py --steps 50
 
 Put your own model, data and loop in its place. What matters is the order: wrap, attach, restore, and `step` after the
-optimizer's. With ``--kill-at N`` one worker kills itself after step N, once, to show that training goes on.
+optimizer's. On CPUs tables begin with stock DDP, and rows are tried once steps have waited for the network for 3 s in
+all: on one machine never. THINWIRE_ROUTE=rows sends rows from the first step on. With ``--kill-at N`` one worker kills
+itself after step N, once, to show that training goes on.
 """
 
 from __future__ import annotations
@@ -42,7 +44,11 @@ def main() -> None:
         "--replicas", type=int, default=1, help="copies of each checkpoint; 2 survive the loss of a host"
     )
     parser.add_argument("--persistent", help="a directory that all hosts see, for a checkpoint on a disk now and then")
-    parser.add_argument("--persistent-every", default="10m", help="how often; a job that fails earlier starts over")
+    parser.add_argument(
+        "--persistent-every",
+        default="10m",
+        help="how often; a job that fails earlier starts over on other nodes; on the same it needs restore(fresh=True)",
+    )
     parser.add_argument("--kill-at", type=int, default=0, help="step after which the last rank dies, once; 0: never")
     options = parser.parse_args()
 

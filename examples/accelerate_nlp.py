@@ -1,7 +1,10 @@
 """Accelerate's nlp example, with a BERT and sentence pairs that are generated: one line more for thinwire.
 
-torchrun --standalone --nproc-per-node 2 examples/accelerate_nlp.py
+THINWIRE_ROUTE=rows torchrun --standalone --nproc-per-node 2 examples/accelerate_nlp.py
 torchrun --standalone --nproc-per-node 2 examples/accelerate_nlp.py --stock
+
+THINWIRE_ROUTE=rows sends rows from the first step on. Without it training begins as stock DDP, and rows are tried once
+steps have waited for the network for 3 s in all: on one machine never.
 """
 
 import argparse

@@ -1,6 +1,9 @@
 """A recommender-like model with a large embedding, on any number of workers, synchronized by thinwire.
 
-    torchrun --standalone --nproc-per-node 4 examples/ddp_sparse.py
+    THINWIRE_ROUTE=rows torchrun --standalone --nproc-per-node 4 examples/ddp_sparse.py
+
+THINWIRE_ROUTE=rows sends rows from the first step on. Without it training begins as stock DDP, and rows are tried once
+steps have waited for the network for 3 s in all: on one machine never.
 
 On two machines, on each:
 

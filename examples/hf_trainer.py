@@ -1,7 +1,10 @@
 """A BERT classifier with the Hugging Face `Trainer`, from its config: one line more for thinwire.
 
-    torchrun --standalone --nproc-per-node 2 examples/hf_trainer.py
+    THINWIRE_ROUTE=rows torchrun --standalone --nproc-per-node 2 examples/hf_trainer.py
     torchrun --standalone --nproc-per-node 2 examples/hf_trainer.py --stock
+
+THINWIRE_ROUTE=rows sends rows from the first step on. Without it training begins as stock DDP, and rows are tried once
+steps have waited for the network for 3 s in all: on one machine never.
 
 A model that ties its input and output embeddings, as most language models do, has a dense gradient for the table, and
 thinwire leaves that to DDP.

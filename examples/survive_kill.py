@@ -3,10 +3,13 @@
     export THINWIRE_RUN_ID=demo TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
     torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/survive_kill.py --kill-at 30
 
-At step 30 every worker kills itself; torchrun starts all of them anew, and they go on where they were. Start the same
-command again with more --steps to train further, or free the memory with: thinwire holder --stop
+At step 30 every worker kills itself; torchrun starts all of them again, and they go on where they were. Start the same
+command again with more --steps to train further, or free the run and its name, and then end the holder:
 
-The second variable is for torchrun of torch 2.13: without it, workers that are started anew look for the addresses of
+    thinwire holder --forget demo
+    thinwire holder --stop
+
+The second variable is for torchrun of torch 2.13: without it, workers that are started again look for the addresses of
 those that died, and Gloo waits for them in vain.
 """
 

@@ -30,6 +30,7 @@ PACKAGES = {
     "thinwire.reproducible": "The same bits on any number of ranks. See [the guide](../guides/reproducible.md).",
     "thinwire.outer": "Outer loops: local SGD, DiLoCo, ShadowSync. See [outer loops](../guides/outer.md).",
     "thinwire.deltas": "Differences of state dicts. See [deltas](../guides/deltas.md).",
+    "thinwire.backend": "Settings and statistics of the back end. See [one word](../start/one-word.md).",
     "thinwire.checkpoint": "Checkpoints in the memory of peers. See [checkpoints](../guides/checkpoints.md).",
 }
 

@@ -4,7 +4,8 @@
 
 On a cluster: ray job submit --working-dir . -- python deploy/ray/train.py --workers 16 --gpus. Ray starts all workers
 again when one fails; they restore what the holder of their node has. With ``--kill-at N`` one worker kills itself once.
-Workers on several nodes need a holder on each: see deploy/torchrun/train.sh for its line.
+On CPUs rows travel from the first step on with THINWIRE_ROUTE=rows, else once steps have waited for the network for 3 s
+in all. Workers on several nodes need a holder on each: see deploy/torchrun/train.sh for its line.
 """
 
 from __future__ import annotations

@@ -30,7 +30,8 @@ if ! thinwire holder --status > /dev/null 2>&1; then
   thinwire holder --bind "$address" --port "$holder_port" ${memory:+--memory-budget "$memory"} --detach
 fi
 
-# The holder stays after the end, so that the same command continues a run. To free its memory: thinwire holder --stop
+# The holder stays after the end, so that the same command continues a run. To free it and its name:
+# thinwire holder --forget "$THINWIRE_RUN_ID", and then thinwire holder --stop
 [[ $head == *:* ]] || head=$head:${RENDEZVOUS_PORT:-29500}
 exec torchrun --nnodes "$nodes" --nproc-per-node "$processes" --max-restarts "$restarts" --local-addr "$address" \
   --rdzv-backend "${RENDEZVOUS:-c10d}" --rdzv-endpoint "$head" --rdzv-id "$THINWIRE_RUN_ID" "$@"

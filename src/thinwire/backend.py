@@ -1,8 +1,7 @@
 """The back end of torch.distributed: ``torch.distributed.init_process_group("thinwire")`` sends less, exactly.
 
 Every collective goes to Gloo (tensors of the CPU) or NCCL (of a GPU), but those for which there is something better:
-all-reduces of sparse tensors take the schemes of `thinwire.schemes`, and large sums of floating-point values travel as
-codes that lose nothing.
+all-reduces of sparse tensors take the schemes of `thinwire.schemes`, and large sums of floats travel as lossless codes.
 """
 
 from __future__ import annotations
@@ -48,6 +47,8 @@ from thinwire.tune.call_steps import CallSteps
 from thinwire.tune.playing import SETUP_SECONDS, Agree, Playing, answered
 from thinwire.tune.trial import Arm, Trial
 
+__all__ = ("Options", "stats")
+
 NATIVE, LOSSLESS = "native", "lossless"
 VARIABLE = "THINWIRE_BACKEND"
 """Environment variable with settings, such as ``dense=lossless,rows=zen``."""
@@ -64,8 +65,8 @@ class Options:
     Subgroups without settings of their own have those of the default group; without any, ``THINWIRE_BACKEND`` decides.
 
     Args:
-        dense: how dense floating-point tensors are summed: "native" by Gloo or NCCL, "lossless" as codes that lose
-            nothing, "auto" the faster of the two.
+        dense: how dense floating-point tensors are summed: "native" by Gloo or NCCL, "lossless" as lossless codes,
+            "auto" the faster of the two.
         rows: scheme of sparse tensors, a name of `thinwire.schemes` or "auto".
         least_bytes: fewest bytes of a dense tensor that may be coded.
         calls: collectives whose dense tensors may be coded, with "+" between them; "send" is point to point.

@@ -6,8 +6,6 @@ bits that did are a small part of the state. A delta knows the state that it was
 so it is never applied to another one.
 """
 
-from __future__ import annotations
-
 import json
 import zlib
 from collections.abc import Iterable, Iterator, Mapping

@@ -561,7 +561,7 @@ def test_all_ranks_know_that_one_can_make_no_codes(dense: str, says: str) -> Non
     """As without numba; then "auto" is native."""
     outcomes = run_ranks(_without_codes_on_rank_1, dense, world_size=2, init_process_group=False)
     assert {outcome.value for outcome in outcomes} == {
-        f"{says}rank 1 cannot run compiled kernels: pip install 'thinwire[cpu]', and do not set"
+        f"{says}rank 1 cannot run compiled kernels: pip install '.[cpu]' in a checkout, and do not set"
         " THINWIRE_KERNELS=reference"
     }
 

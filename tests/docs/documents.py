@@ -36,10 +36,11 @@ class Block:
 
 @dataclass(frozen=True)
 class Command:
-    """One command of a shell block: the words of its line, after ``name=value`` assignments."""
+    """One command of a shell block: the words of its line, and the ``name=value`` assignments before them."""
 
     block: Block
     words: tuple[str, ...]
+    variables: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.block}: {shlex.join(self.words)}"
@@ -65,8 +66,9 @@ def commands(block: Block) -> Iterator[Command]:
             if word not in ("&&", ";", "(", ")", "|", "&"):
                 words.append(word)
                 continue
+            variables = []
             while words and (words[0] in ("export", "$") or re.match(r"[A-Z_]+=", words[0])):
-                words.pop(0)
+                variables.append(words.pop(0))
             if words:
-                yield Command(block, tuple(words))
+                yield Command(block, tuple(words), tuple(variable for variable in variables if "=" in variable))
             words = []

@@ -28,7 +28,7 @@ READERS_OWN = {"train.py", "job.secret", "measured.json", "plan.json"}
 WRITTEN = {"--json", "--html", "--report", "--picture", "--output", "--measurement", "--record"}
 """Options whose value is a file to write."""
 
-OTHERS = {"git", "cd", "pip", "make", "torchrun", "python", "openssl", "umask", "thinwire", "kubectl", "srun", "bash"}
+OTHERS = {"git", "cd", "pip", "make", "torchrun", "python", "openssl", "umask", "thinwire", "kubectl", "bash", "."}
 """Programs that the documents run. What is not `thinwire` is checked for the files and targets that it names."""
 
 

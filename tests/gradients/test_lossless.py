@@ -370,7 +370,7 @@ def test_auto_declines_where_bytes_cost_nothing() -> None:
     for machine, hosts, can_code, reason in (
         (FAST, True, True, "no code could pay"),
         (SLOW, False, True, "on one host"),
-        (SLOW, True, False, "natively: rank 1 cannot run compiled kernels: pip install 'thinwire[cpu]'"),
+        (SLOW, True, False, "natively: rank 1 cannot run compiled kernels: pip install '.[cpu]' in a checkout"),
     ):
         for outcome in run_ranks(_decides_to_decline, machine, hosts, can_code, world_size=2, timeout_seconds=60):
             assert not any(is_lossless for is_lossless, _ in outcome.value)
@@ -394,7 +394,7 @@ def _is_refused(context: RankContext, dense: str) -> str:
 def test_all_ranks_raise_where_one_can_make_no_codes(dense: str) -> None:
     """As without numba: it says what to install, and the others say the same of it."""
     for outcome in run_ranks(_is_refused, dense, world_size=2, timeout_seconds=60):
-        assert "pip install 'thinwire[cpu]'" in outcome.value
+        assert "pip install '.[cpu]' in a checkout" in outcome.value
         assert "lossless" in outcome.value
 
 

@@ -372,7 +372,7 @@ def test_without_numba_the_reference_runs_and_one_line_says_so() -> None:
     result = run_python(WITHOUT_NUMBA, THINWIRE_KERNELS="auto")
     assert result.returncode == 0, result.stderr
     assert result.stderr.count("INFO:thinwire:") == 1
-    assert "pip install 'thinwire[cpu]'" in result.stderr
+    assert "pip install '.[cpu]' in a checkout" in result.stderr
 
 
 @pytest.mark.slow

@@ -226,7 +226,7 @@ def test_without_compiled_kernels_values_are_their_own_code(monkeypatch: pytest.
     assert bits_per_value(values) == 32.0
     decode(encode(values), out)
     assert torch.equal(out, values)
-    with pytest.raises(MissingPackageError, match=r"pip install 'thinwire\[cpu\]'"):
+    with pytest.raises(MissingPackageError, match=r"pip install '\.\[cpu\]' in a checkout"):
         decode(coded, out)
 
 

@@ -118,7 +118,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         self._restorer = Restorer(training, registration, self._tier, self._notices, policy.every)
         codes = policy.compress is not None
         if codes and find_spec("numba") is None:
-            self._notices.add("versions are not coded, which takes numba: pip install 'thinwire[cpu]'")
+            self._notices.add("versions are not coded, which takes numba: pip install '.[cpu]' in a checkout")
         self._cycle = Cycle(training, self._agreement, self._notices, governor, policy.overlap, codes)
         self._alarm = AgeAlarm(policy.every)
         self._heartbeat = Heartbeat(socket_path()) if AGENT_VARIABLE in os.environ else None

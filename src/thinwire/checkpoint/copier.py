@@ -7,8 +7,6 @@ is taken before the next update). The rest of the state is small, and copied bef
 A GPU's tensors pass through a ring of page-locked sub-buffers, on a stream of its own.
 """
 
-from __future__ import annotations
-
 import time
 import zlib
 from collections import deque

@@ -1,7 +1,5 @@
 """Messages between ranks about checkpoints: JSON and small numbers, over a Gloo group of their own."""
 
-from __future__ import annotations
-
 import errno
 import os
 from collections import Counter

@@ -1,7 +1,5 @@
 """Options of a `Checkpointer`: how versions are made, and where they are kept."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from datetime import timedelta

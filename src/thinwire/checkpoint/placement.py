@@ -5,8 +5,6 @@ each other's shards, and one ring of the remaining machines. A group is a ring t
 machines: in every ring a machine keeps its own shard and sends it to the next ``replicas - 1``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Sequence
 from fractions import Fraction
 from itertools import accumulate, pairwise

@@ -1,7 +1,5 @@
 """Records of the costs of checkpoints, and notices of their failures."""
 
-from __future__ import annotations
-
 import time
 import warnings
 from collections import deque

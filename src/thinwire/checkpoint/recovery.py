@@ -3,8 +3,6 @@
 A version that another number of ranks stored is *foreign*: its shards are fetched to the hosts that need them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import secrets
 from collections.abc import Collection, Mapping, Sequence

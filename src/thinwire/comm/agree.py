@@ -6,8 +6,6 @@ are discovered and machines measured before any channel is open. Inside a conver
 `thinwire.comm.channel.Channel.gather_numbers`, which first checks that all ranks mean the same call.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

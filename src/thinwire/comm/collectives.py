@@ -5,8 +5,6 @@ of DDP. So there are no streams, no headers and no lane here: each call is one c
 the host learns nothing before it asks (`Collectives.numbers`). The same calls run over Gloo with CPU tensors.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise

@@ -1,7 +1,5 @@
 """The hosts of the ranks: bytes between ranks of one host are cheap, bytes between hosts cost."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os

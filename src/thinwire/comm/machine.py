@@ -6,7 +6,6 @@ too. All use the median over the ranks, so they know the same numbers and decide
 
 from __future__ import annotations
 
-import logging
 import math
 import statistics
 import struct
@@ -23,6 +22,7 @@ from thinwire.comm.agree import gather_records, longest
 from thinwire.comm.collectives import Collectives
 from thinwire.comm.hosts import has_levels, ranks_of_hosts
 from thinwire.comm.process_group import Exchange, ring_all_reduce_bytes
+from thinwire.errors import logger
 from thinwire.rows import formats as wire
 from thinwire.rows.formats import Format, Header
 from thinwire.rows.partition import Permutation
@@ -45,8 +45,6 @@ _FASTEST_BYTE_SECONDS = 1e-10
 """Lower bound of a byte's cost, 80 Gbit/s: more than a rank reaches over TCP, and about the rate of its memory."""
 _NARROW_ROWS, _WIDE_ROWS, _WIDTH = 8192, 2048, 64
 _DENSITY = 0.05
-
-_log = logging.getLogger("thinwire")
 
 
 @dataclass(frozen=True)
@@ -113,7 +111,7 @@ def measure(
         if machine.is_possible:
             return machine
     if exchange.rank == 0:
-        _log.warning("the link could not be measured, a message took no time: bytes alone decide between schemes")
+        logger.warning("the link could not be measured, a message took no time: bytes alone decide between schemes")
     return None
 
 

@@ -4,8 +4,6 @@ The sender decides. Gloo completes a receive that was posted for more bytes than
 The header says dtype and number of values: a receiver that expects others is told, and one that expects no message too.
 """
 
-from __future__ import annotations
-
 from contextlib import suppress
 
 import torch

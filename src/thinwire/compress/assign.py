@@ -1,7 +1,5 @@
 """How each dense gradient travels, by the ``dense=`` of users: an exact sum, or a compressor and its exchange."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches

@@ -1,7 +1,5 @@
 """Compressors by name: ``top_k:density=0.001`` is ``top_k(density=0.001)``, as plans and command lines write it."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Several parts as one message of bytes: their lengths in bytes as int64, then each, 8-byte aligned."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Warm-ups, which send more at the beginning, when gradients change most: larger densities, or dense steps."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from typing import Any, NoReturn

@@ -1,7 +1,5 @@
 """Wrappers: compressors around another one, and functions that look inside."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor

@@ -4,9 +4,6 @@ Nothing here runs on the lane: a communicator of NCCL takes calls from one threa
 issues the buckets. All tables of a step are summed at once, behind the last bucket.
 """
 
-from __future__ import annotations
-
-import logging
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -21,7 +18,7 @@ from thinwire.comm.hosts import has_levels, ranks_of_hosts
 from thinwire.comm.lane import Lane
 from thinwire.comm.machine import Machine, measure_collectives
 from thinwire.comm.process_group import ring_all_reduce_bytes, sparse_all_reduce_bytes
-from thinwire.errors import is_of_a_peer, ranks_told
+from thinwire.errors import is_of_a_peer, logger, ranks_told
 from thinwire.gradients.exact import DENSE_PAUSE_STEPS, GradientSync, Started, pinned_by
 from thinwire.gradients.tables import TableGradient, share
 from thinwire.kernels import dispatch, stack_starts
@@ -38,8 +35,6 @@ COLLECTIVE = "by collectives"
 TIMED_SUMS, CHECK_SUMS = 6, 50
 """Number of the first sums that are timed under "auto", and the sums between two timings later. One with a table that
 comes back from another way is timed, too."""
-
-_log = logging.getLogger("thinwire")
 
 
 class CollectiveTables:
@@ -191,7 +186,7 @@ class CollectiveTables:
                 entry = self._account.records[name]
                 entry.reason = " rather than ".join(option.text for option in (choice, *others[:1]))
                 if self.exchange.rank == 0:
-                    _log.info("%s: %s; %s", name, entry.reason, pinned_by(choice.price.scheme))
+                    logger.info("%s: %s; %s", name, entry.reason, pinned_by(choice.price.scheme))
 
     def _known_routes(self, device: torch.device) -> Routes | None:
         """Return what is known of the routes; the first call measures, on all ranks together."""

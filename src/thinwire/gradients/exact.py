@@ -5,7 +5,6 @@ Dense gradients are sent as stock DDP sends them, by the all-reduce of a process
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import time
@@ -23,7 +22,7 @@ from thinwire.comm.channel import Channel, Subject
 from thinwire.comm.hosts import ranks_of_hosts
 from thinwire.comm.lane import Lane
 from thinwire.comm.process_group import ring_all_reduce_bytes, sparse_all_reduce_bytes
-from thinwire.errors import LostPeerError, unknown
+from thinwire.errors import LostPeerError, logger, unknown
 from thinwire.gradients.tables import TableGradient, by_dtype, share, stack, unstack
 from thinwire.observe.step import JobTimes, ParameterRecords, enabled, show
 from thinwire.rows.sparse import SparseRows
@@ -54,8 +53,6 @@ MAX_WINDOWS = 64
 """Largest number of groups with a `Window`; small tables may be grouped differently in every step."""
 
 Group = Sequence[TableGradient]
-
-_log = logging.getLogger("thinwire")
 
 
 class GradientSync:
@@ -323,7 +320,7 @@ class GradientSync:
         for table in group:
             self.records.named(table.name).reason = reason
         if rank == 0:
-            _log.info("%s: %s%s", _key(group), reason, "" if self.in_rank_order else f"; {pinned_by(pin)}")
+            logger.info("%s: %s%s", _key(group), reason, "" if self.in_rank_order else f"; {pinned_by(pin)}")
 
     def _record(
         self,

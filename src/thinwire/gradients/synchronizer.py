@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
 from abc import ABC, abstractmethod
 from collections import ChainMap
@@ -25,6 +24,7 @@ from thinwire.comm.lane import Lane, lane_stats
 from thinwire.comm.machine import Machine
 from thinwire.comm.process_group import Staging, reduce_scatter_bytes
 from thinwire.compress.assign import AUTO, LOSSLESS
+from thinwire.errors import logger
 from thinwire.gradients.buckets import Buckets, Sums, as_real
 from thinwire.gradients.collective import CollectiveTables, measured
 from thinwire.gradients.compressed import CompressedSync, Statistics
@@ -49,8 +49,6 @@ from thinwire.observe.step import Clock, ParameterRecord
 from thinwire.rows import floats
 from thinwire.sums.named import Rows
 from thinwire.tune.prices import Route
-
-_log = logging.getLogger("thinwire")
 
 
 class Attached(ABC):
@@ -197,12 +195,7 @@ class Synchronizer(Attached):
         count, clock = len(self._all_names), self._clock
         self._steps = StepLoop(model, count, self._lanes, clock, self._sums, self._plug, adopt, decisions)
         self._passes.watch(self._plug, guard, self._steps.finish, self._sums.commit)
-        if self._lane.rank == 0 and self._gains_nothing():
-            _log.warning(
-                "nothing of this model is sent by thinwire: FSDP's collectives stay as they are, and no embedding table"
-                ' can travel as rows. Without loss init_process_group("thinwire") sends fewer bytes, and'
-                ' dense="lossless" of gradients; with loss compressors such as dense=thinwire.compress.bf16()'
-            )
+        self._warn_of_no_gain()
         for lane in self._lanes:
             lane.doing = weak(self._passes.doing)
         self._running.add(model)
@@ -433,12 +426,17 @@ class Synchronizer(Attached):
             lane.close()
         self._running.discard(self._model)
 
-    def _gains_nothing(self) -> bool:
-        """Whether everything stays with FSDP."""
+    def _warn_of_no_gain(self) -> None:
+        """Warn if everything stays with FSDP."""
         if self._sharding is None or self._sharding.replicas is not None or self._names or self._compressed is not None:
-            return False
+            return
         has_rows = self._methods.tables is not None and self._methods.tables.names
-        return not has_rows and self._lossless is None and self._lane.world_size > 1
+        if not has_rows and self._lossless is None and self._lane.world_size > 1 and self._lane.rank == 0:
+            logger.warning(
+                "nothing of this model is sent by thinwire: FSDP's collectives stay as they are, and no embedding table"
+                ' can travel as rows. Without loss init_process_group("thinwire") sends fewer bytes, and'
+                ' dense="lossless" of gradients; with loss compressors such as dense=thinwire.compress.bf16()'
+            )
 
     def _records(self) -> list[ParameterRecord]:
         return list(self._gradients.records.values())
@@ -593,7 +591,7 @@ class Synchronizer(Attached):
         if not self._methods.has(AUTO) or not has_hosts:
             return False
         if self._gradients.in_rank_order and self._lane.rank == 0:
-            _log.info('dense="auto" is "native" under deterministic algorithms; "lossless" repeats its bits, too')
+            logger.info('dense="auto" is "native" under deterministic algorithms; "lossless" repeats its bits, too')
         return not self._gradients.in_rank_order
 
     def _make_rows(self) -> Callable[[Sequence[str]], RowsChoice] | None:

@@ -418,7 +418,7 @@ def _dispatched(reference: Callable[P, R], kernel: Kernel) -> Callable[P, R]:
             is_loaded = True
             return kernel.on_cpu()(*args, **kwargs)
         if chosen == "numba" and not has_numba():
-            raise ValueError("THINWIRE_KERNELS=numba, but numba cannot be imported: pip install 'thinwire[cpu]'")
+            raise ValueError("THINWIRE_KERNELS=numba, but numba cannot be imported: pip install '.[cpu]' in a checkout")
         return reference(*args, **kwargs)
 
     return call
@@ -430,7 +430,7 @@ def has_numba() -> bool:
     try:
         import numba  # noqa: F401
     except ImportError as error:
-        _logger.info("kernels run in plain torch: %s; pip install 'thinwire[cpu]' makes them faster", error)
+        _logger.info("kernels run in plain torch: %s; pip install '.[cpu]' in a checkout makes them faster", error)
         return False
     return True
 

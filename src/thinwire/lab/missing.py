@@ -14,7 +14,7 @@ EXTRAS = {"matplotlib": "plot", "numba": "cpu", "pyroute2": "testbed", "scikit-l
 
 def missing_package(package: str, purpose: str) -> MissingPackageError:
     """Return the error that ``purpose`` needs ``package``, which one of thinwire's extras brings."""
-    return MissingPackageError(f"{purpose} needs {package}: pip install 'thinwire[{EXTRAS[package]}]'")
+    return MissingPackageError(f"{purpose} needs {package}: pip install '.[{EXTRAS[package]}]' in a checkout")
 
 
 @contextlib.contextmanager

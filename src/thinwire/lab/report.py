@@ -30,7 +30,7 @@ from thinwire.lab import palette
 from thinwire.lab.missing import naming
 from thinwire.lab.plot import NARROW_INCHES, WIDE_INCHES, Draw, inline_svg
 
-_NO_MATPLOTLIB = "Plots need matplotlib: <code>pip install 'thinwire[plot]'</code>, then run the command again."
+_NO_MATPLOTLIB = "Plots need matplotlib: <code>pip install '.[plot]'</code> in a checkout, then run the command again."
 _COPY = "navigator.clipboard.writeText(this.nextElementSibling.innerText)"
 
 

@@ -1,7 +1,5 @@
 """The anchors of a model, which all ranks have in common, and the outer optimizer that steps them. Nothing is sent."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager

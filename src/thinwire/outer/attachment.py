@@ -1,7 +1,5 @@
 """`thinwire.outer.attach`: train the ranks of a model apart, and bring them together by a recipe."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from contextlib import nullcontext
 from datetime import timedelta

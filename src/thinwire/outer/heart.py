@@ -4,8 +4,6 @@ A connection that ends says little: who lost a peer hangs up on all others, and 
 connections. A thread of its own counts while another one computes, and stops with its process.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Mapping

@@ -4,8 +4,6 @@ Trainers wrap a model for all ranks: in a DDP of all of them, or in FSDP2 with r
 or over the replicas, keeps them from averaging gradients in every step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any

@@ -1,7 +1,5 @@
 """When rounds in the background begin."""
 
-from __future__ import annotations
-
 import atexit
 import threading
 import time

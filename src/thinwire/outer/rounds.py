@@ -1,7 +1,5 @@
 """What rounds in step with training and rounds in the background have in common: ranks that meet, average and go on."""
 
-from __future__ import annotations
-
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -17,8 +17,6 @@ not beat the best plan known. What is left is extended by every possible next gr
 result is exact.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

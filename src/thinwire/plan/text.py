@@ -1,7 +1,5 @@
 """Numbers for people: seconds, bytes and counts with a unit that suits."""
 
-from __future__ import annotations
-
 
 def format_seconds(seconds: float) -> str:
     """Format seconds with a unit that suits: ``1.23 s``, ``45.6 ms``, ``789 us``."""

@@ -8,8 +8,6 @@ Where encoding and decoding run beside backward, on the thread that communicates
 ``compress`` and ``decompress`` are Linear(0, 0).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 

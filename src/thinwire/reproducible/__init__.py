@@ -11,8 +11,6 @@
 See docs/guides/reproducible.md.
 """
 
-from __future__ import annotations
-
 from thinwire.reproducible.digests import digest
 from thinwire.reproducible.steps import Steps
 

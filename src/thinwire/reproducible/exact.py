@@ -5,8 +5,6 @@ nearly always exact. TwoSum says of each whether it was; what one leaves over is
 own. Sum and terms together are exact whatever their width, and so is what owners add up from the ranks' parts.
 """
 
-from __future__ import annotations
-
 import math
 from fractions import Fraction
 

@@ -1,7 +1,5 @@
 """The gradients of a model: micro-batches in, exact sums, and their mean over all ranks out."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 

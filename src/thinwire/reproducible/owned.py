@@ -6,8 +6,6 @@ where these are shorter, as under autocast, because a division by 24 fills a man
 the few means for which that is not the same in addition.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

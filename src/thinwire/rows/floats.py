@@ -1,7 +1,5 @@
 """A code for floating-point tensors that gives back every bit and is never larger than the tensor."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 
 import torch
@@ -15,7 +13,7 @@ from thinwire.kernels.reference.floats import CHUNK_VALUES, LAYOUTS
 RAW_BYTES = 1 << 10
 """Tensors of fewer bytes are their own codes: headers would take most of what there is to gain."""
 
-CURE = "pip install 'thinwire[cpu]', and do not set THINWIRE_KERNELS=reference"
+CURE = "pip install '.[cpu]' in a checkout, and do not set THINWIRE_KERNELS=reference"
 """What to do where codes can be neither made nor read."""
 
 __all__ = ["CHUNK_VALUES", "CURE", "bits_per_value", "decode", "encode", "is_compiled", "is_possible", "require"]

@@ -1,7 +1,5 @@
 """The named points of the design space, from papers and from thinwire."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import lru_cache
 from typing import Literal

@@ -6,8 +6,6 @@ that its format and its bytes. All pieces of a table are coded together, so the 
 the number of ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby

@@ -1,7 +1,5 @@
 """The entry point of exact synchronization: agree on a scheme, and run it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from torch import Tensor

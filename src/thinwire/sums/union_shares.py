@@ -1,7 +1,5 @@
 """Shares of a union that all ranks know, and the sizes of their messages, as pure functions of shared numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property

@@ -1,7 +1,5 @@
 """The steps of a training, found in the sequence of its collective calls: a process group sees nothing else of them."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Sequence
 
 LEAST_CALLS, MOST_CALLS = 16, 1 << 14

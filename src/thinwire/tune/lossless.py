@@ -4,8 +4,6 @@ A coded sum has two halves: every rank pushes the code of a piece of its gradien
 owner of the piece, and pulls the code of each sum. All seconds are of one rank, all ranks working at once.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Protocol

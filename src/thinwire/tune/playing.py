@@ -1,7 +1,5 @@
 """Play the arms of a trial in the steps of a training: time them, gather their seconds, and turn to the next arm."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 

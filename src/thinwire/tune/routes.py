@@ -1,7 +1,5 @@
 """How tables of a model travel whose own process group takes their tensors, as NCCL does on a GPU. Pure."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

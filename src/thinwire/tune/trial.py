@@ -21,8 +21,6 @@ arm is stock: it plays until another one has won, and again in pairs with whatev
    a gambler bets on stock, never with less than his first capital, and takes it back.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Mapping, Sequence

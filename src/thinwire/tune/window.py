@@ -9,8 +9,6 @@ Everything is pure, and made of numbers that all ranks know: so all ranks decide
 long a step really takes, `thinwire.tune.trial` decides.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections import Counter, deque

@@ -96,7 +96,7 @@ def test_the_learning_rate_rises_falls_and_stays() -> None:
 
 def test_digits_without_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "sklearn.datasets", None)
-    with pytest.raises(ImportError, match=r"pip install 'thinwire\[train\]'"):
+    with pytest.raises(ImportError, match=r"pip install '\.\[train\]' in a checkout"):
         DigitsJob().load()
 
 

@@ -340,9 +340,9 @@ def test_a_picture_without_matplotlib_is_refused_before_anything_runs(
     for command in ("doctor lstm", "bench checkpoint"):
         result = CliRunner().invoke(main.app, [*command.split(), "--picture", str(tmp_path / "x.png")])
         assert result.exit_code == 1
-        assert result.output == "error: --picture needs matplotlib: pip install 'thinwire[plot]'\n"
+        assert result.output == "error: --picture needs matplotlib: pip install '.[plot]' in a checkout\n"
     result = CliRunner().invoke(main.app, ["bench", "checkpoint", "--report", "x.html", "--link", "fast"])
-    assert result.output.startswith("The report will have no plots: --report needs matplotlib: pip install 'thinwire")
+    assert result.output.startswith("The report will have no plots: --report needs matplotlib: pip install '.[plot]'")
 
 
 @pytest.mark.slow
@@ -357,7 +357,7 @@ def test_a_missing_package_is_a_line_that_names_the_extra(package: str, monkeypa
     for command in [*commands, "demo", "bench sync", "doctor lstm"] if package == "pyroute2" else commands[:1]:
         result = CliRunner().invoke(main.app, [*command.split(), *where], env={"COLUMNS": "300"})
         assert result.exit_code == 1, (command, result.output)
-        assert f"pip install 'thinwire[{extra}]'\n" in result.output, (command, result.output)
+        assert f"pip install '.[{extra}]' in a checkout\n" in result.output, (command, result.output)
 
 
 INTERRUPTIBLE = [

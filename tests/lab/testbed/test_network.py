@@ -100,7 +100,7 @@ def test_missing_right_is_named_with_the_way_out(monkeypatch):
 
 def test_missing_pyroute2_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "pyroute2", None)
-    with pytest.raises(ImportError, match=r"pip install 'thinwire\[testbed\]'"), EmulatedNetwork(1, Link(None)):
+    with pytest.raises(ImportError, match=r"pip install '\.\[testbed\]' in a checkout"), EmulatedNetwork(1, Link(None)):
         pass
 
 

@@ -1,7 +1,5 @@
 """The steps of workers, as the agent of their host sees them: by those it finds the ones that hang."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

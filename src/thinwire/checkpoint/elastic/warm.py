@@ -6,8 +6,6 @@ without torch, which asks that one for a fork and stands for it: it passes signa
 kernel kills the worker when either of the two is gone.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import fcntl

@@ -1,7 +1,5 @@
 """Accepting connections without waiting for any: strangers share one thread, a quota, and a deadline."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import selectors

@@ -4,8 +4,6 @@ It must start fast and stay small: 0.1 s and 20 MB, where torch would make it 2 
 standard library only, and `import thinwire` loads nothing else.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -3,8 +3,6 @@
 Without a test, reaching one is a call and a comparison: 50 ns.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Literal, get_args
 

@@ -7,8 +7,6 @@ key of this connection and direction: the first of header and JSON, the second o
 nothing can be forged, replayed or moved. Nothing is encrypted, except by TLS.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import hmac

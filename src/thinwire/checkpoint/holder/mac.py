@@ -5,8 +5,6 @@ where HMAC-SHA256 has 1.6 and would make replication cost three times its CPU. W
 OpenSSL, it is HMAC-SHA256. Both sides agree on one in their handshake.
 """
 
-from __future__ import annotations
-
 import ctypes
 import hmac
 from functools import cache

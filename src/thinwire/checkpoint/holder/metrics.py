@@ -1,7 +1,5 @@
 """The figures of a holder's status as Prometheus text, over HTTP."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

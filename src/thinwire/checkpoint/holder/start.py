@@ -1,8 +1,6 @@
 """Start the holder of this host, connect to it, and stop it; load the secret that all of a job's holders share;
 remember the runs of this host, also when its holder has lost all memory."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import hashlib

@@ -4,8 +4,6 @@ The budget is limited by the memory that this machine and its control groups hav
 sockets.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

@@ -4,8 +4,6 @@ They show whatever sends: DDP, FSDP and NCCL too. They are read every 2 ms, only
 iterations are profiled (20 of them), and only those count in which no checkpoint is on its way.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import socket

@@ -5,8 +5,6 @@ vary. The lane of an attached synchronizer reports when it is busy; the rest of 
 nothing is known of the network, and bytes are paced evenly over the iteration. All seconds are of one machine's clock.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import logging
@@ -21,7 +19,7 @@ from statistics import median, pstdev
 
 from thinwire.checkpoint.holder.store import Changes
 from thinwire.checkpoint.pacing.counters import BusySampler, busy_periods
-from thinwire.errors import ThinwireError
+from thinwire.errors import ThinwireError, logger
 
 _SMALL_BYTES = 1_000_000  # that any link takes in a moment
 GAMMA = 0.9  # of a timespan is used at most: the paper reports timespans that vary by less than 10 %
@@ -78,8 +76,6 @@ def profile(iterations: Sequence[Sequence[tuple[float, float]]]) -> IdleProfile:
     variation = deviation / total if total > 0 else math.inf
     return IdleProfile(timespans, variation, most / len(iterations))
 
-
-logger = logging.getLogger("thinwire")
 
 EVEN_GRANTS = 16
 MAX_GRANTS = 100_000

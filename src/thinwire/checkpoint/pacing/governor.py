@@ -5,8 +5,6 @@ alternate, and medians are compared, so a disturbance of the machine that lasts 
 than one, moves neither. Where versions leave no iteration free, one is left out now and then.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 from collections import deque

@@ -1,7 +1,5 @@
 """Encoding of a state, after every step, to a layout and the tensors that are to be copied."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Sequence

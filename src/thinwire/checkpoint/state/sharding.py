@@ -5,8 +5,6 @@ the one of the same number or, if there were fewer, of this number modulo theirs
 them, except for values private to a rank.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """Content of a checkpoint: the training state of one rank, gathered, and put back in place."""
 
-from __future__ import annotations
-
 import hashlib
 import random
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Pinned memory of the lane, handed out front to back during a job and taken back all at once."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """`CudaDevice`: the operations that staging needs of a device, and no more, so that tests can substitute one."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any

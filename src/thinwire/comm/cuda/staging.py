@@ -6,8 +6,6 @@ are copied back on the same stream, and DDP's future is completed on it: a strea
 event.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any

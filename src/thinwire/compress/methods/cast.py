@@ -1,7 +1,5 @@
 """Compression by a floating-point type of sixteen bits, which a process group can sum."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

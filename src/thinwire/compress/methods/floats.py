@@ -5,8 +5,6 @@
 - `natural`: random rounding to powers of two (Horvath et al., MSML'22).
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property

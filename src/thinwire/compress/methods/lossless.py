@@ -1,7 +1,5 @@
 """Values coded in fewer bytes, without loss: float32 as it is, or what a cast to sixteen bits made of it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import torch

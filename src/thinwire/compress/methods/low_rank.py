@@ -4,8 +4,6 @@ PowerSGD makes one step of power iteration for each gradient (Vogels et al., Neu
 factors in each step (Zhang et al., ICDCS'23), ATOMO some singular vectors at random (Wang et al., NeurIPS'18).
 """
 
-from __future__ import annotations
-
 from dataclasses import KW_ONLY, dataclass, field
 
 import torch

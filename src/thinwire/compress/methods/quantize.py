@@ -5,8 +5,6 @@
 - `terngrad`: -1, 0 or 1 times the largest value (Wen et al., NeurIPS'17).
 """
 
-from __future__ import annotations
-
 import math
 from abc import abstractmethod
 from dataclasses import KW_ONLY, dataclass, field

@@ -9,8 +9,6 @@
 Methods that estimate a threshold all promise that some elements are sent, and not too many.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from statistics import NormalDist

@@ -1,7 +1,5 @@
 """One bit for each value: majority vote, and signs with a scale under error feedback."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Sparsifiers, which send some elements of a gradient with their ids; the ways to select are in other files."""
 
-from __future__ import annotations
-
 import struct
 from abc import abstractmethod
 from dataclasses import dataclass, field, replace

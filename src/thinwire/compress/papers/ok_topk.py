@@ -3,8 +3,6 @@
 A rank's threshold is reused over steps, and its memory waits for the result.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from itertools import accumulate, pairwise

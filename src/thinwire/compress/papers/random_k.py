@@ -1,7 +1,5 @@
 """Random elements, the same ones on all ranks, so that only values travel."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

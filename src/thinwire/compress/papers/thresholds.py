@@ -1,7 +1,5 @@
 """Selection by a threshold that is estimated: from a sample (DGC), or from a distribution fitted in stages (SIDCo)."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """Payloads averaged inside an all-reduce: fewest bytes, if payloads of different ranks can be added."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """The choice of a reduction for a compressor: one that its type allows, with the fewest bytes."""
 
-from __future__ import annotations
-
 from thinwire.compress.base import Compressor, Parameter
 from thinwire.compress.methods.sparsify import Sparsifier
 from thinwire.compress.papers.hi_top_k import HiTopKReduction

@@ -1,7 +1,5 @@
 """Packed payloads of several parameters in one message, as `thinwire.compress.packing` joins them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Two shots: pieces to owners, which decode, add and encode again; sums to all. Bytes do not grow with ranks."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, is_dataclass, replace

@@ -10,8 +10,6 @@ On a GPU both are collectives of FSDP's own group. The host waits twice in a loo
 for how many rows ranks ask for, and never in backward.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Mapping, Sequence

@@ -10,7 +10,6 @@ and then a price decides, of the bits and seconds that they had and of the links
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, replace
@@ -24,6 +23,7 @@ from thinwire.comm.hosts import ranks_of_hosts
 from thinwire.comm.lane import Lane
 from thinwire.comm.machine import Machine
 from thinwire.compress.assign import LOSSLESS, NATIVE
+from thinwire.errors import logger
 from thinwire.gradients.exact import OTHERS
 from thinwire.gradients.lossless import ROW, LosslessSync
 from thinwire.gradients.tables import weak
@@ -40,8 +40,6 @@ PRICED_AFTER, PRICED_STEPS = 2, 3
 step does not count, in which Triton compiles."""
 BUCKET_BYTES = 25 * 1024 * 1024
 PINNED = '; dense="{}" pins that, and so the last bits of sums'
-
-_log = logging.getLogger("thinwire")
 
 
 class DenseChoice:
@@ -200,7 +198,7 @@ class DenseChoice:
             if name in self._lossless.records:
                 self._lossless.records[name].reason = reason
         if self._lane.rank == 0:
-            _log.info("%s%s", reason, more)
+            logger.info("%s%s", reason, more)
 
 
 def _measured(lane: Lane) -> Machine | None:

@@ -1,7 +1,5 @@
 """Descriptions of a synchronization: lines on which ranks must agree, and the log line of the first step."""
 
-from __future__ import annotations
-
 from collections.abc import Container, Sequence
 
 from torch import nn

@@ -4,8 +4,6 @@ Every decision follows from numbers that all ranks have gathered, and from count
 the same at the end of the same step.
 """
 
-from __future__ import annotations
-
 import statistics
 import warnings
 from collections.abc import Callable, Mapping, Sequence

@@ -3,8 +3,6 @@
 `regrouped` is pure: the same profile gives the same groups.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 

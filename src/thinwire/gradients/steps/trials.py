@@ -1,12 +1,10 @@
 """Choose in the steps of a training which scheme sums tables, or whether stock DDP does."""
 
-from __future__ import annotations
-
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from thinwire.comm.lane import Lane
+from thinwire.errors import logger
 from thinwire.gradients.ddp import LeftToDdp
 from thinwire.gradients.exact import GradientSync
 from thinwire.gradients.tables import LookupRows, weak
@@ -18,8 +16,6 @@ SEEN_STEPS = 8
 """Number of batches as rows, after which the schemes that may be faster than the choice are known."""
 MOST_OFFERS = 3
 """Number of times that schemes are offered in a run; what there is to learn is learned then."""
-
-_log = logging.getLogger("thinwire")
 
 
 class RowsChoice:
@@ -62,7 +58,7 @@ class RowsChoice:
         if self.trial.tests and reason != self._reason and not self.trial.is_timed:
             self._reason = reason
             if self._lane.rank == 0:
-                _log.info("embedding tables are summed by %s", reason)
+                logger.info("embedding tables are summed by %s", reason)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was decided, which decides about bits of sums."""

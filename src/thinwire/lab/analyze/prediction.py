@@ -84,7 +84,7 @@ class Prediction:
     ``union`` is the number of rows that all ranks hold together; ``extrapolated``: more ranks than were recorded. Bytes
     are for even loads, seconds for the busiest rank. ``torch_bytes`` and ``torch_seconds`` belong to stock DDP with
     ``nn.Embedding(sparse=True)``, where Gloo gathers each rank's distinct rows with ids of 8 bytes. ``pick`` is the
-    scheme that thinwire would choose there, by seconds, and ``explanation`` the reason. ``warning`` is set if the
+    scheme that thinwire would choose there, and ``explanation`` the reason. ``warning`` is set if the
     numbers are impossible, so that nothing follows from them: then the pick is dense, the only scheme with bytes and
     seconds.
     """

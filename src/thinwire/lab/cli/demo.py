@@ -115,7 +115,7 @@ def _why_not_emulated() -> str:
 
     loopback = "all ranks share the loopback of this machine, where bytes cost next to nothing"
     if find_spec("pyroute2") is None:
-        return f"Emulated hosts need pyroute2 (pip install 'thinwire[testbed]'), so {loopback}."
+        return f"Emulated hosts need pyroute2 (pip install '.[testbed]' in a checkout), so {loopback}."
     try:
         require_net_admin()
     except NetAdminError as error:

@@ -59,7 +59,7 @@ def doctor(
     command: list[str] = typer.Argument(
         None,
         metavar="SCRIPT.py|JOB|MODULE:FUNCTION [ARGS]...",
-        help="A script, or -m MODULE, for torchrun with a DDP model, and its arguments; lstm, digits or gpt; or a"
+        help="A script, or -m MODULE, for torchrun with a DDP model, and its arguments; a job of bench train; or a"
         " function that returns (model, make_batch, loss).",
     ),
     ranks: int = option("--ranks", 4, min=2),

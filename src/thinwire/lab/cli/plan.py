@@ -45,7 +45,7 @@ def make(
     context: typer.Context,
     measure: bool = typer.Option(False, "--measure", help="Measure a training, its ranks and their link."),
     job: str = option(
-        "--job", "lstm", ": lstm, digits, gpt, or module:function, which returns (model, make_batch, loss)"
+        "--job", "lstm", ": one of bench train, or module:function, which returns (model, make_batch, loss)"
     ),
     hosts: int = option("--hosts", None, "; 8 by default", min=1),
     ranks_per_host: int = option("--ranks-per-host", 1, min=1),

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import tempfile
 import time
 from collections.abc import Callable, Iterable
 
+from thinwire.errors import logger
 from thinwire.kernels import dispatch
 from thinwire.kernels.warm import compile_kernel
 
@@ -18,7 +18,6 @@ START_SECONDS = 1.5
 """What a process takes to import torch and numba."""
 SLOWEST = 2.4
 """Times as long on slow cores, where all kernels took 78 s of a processor."""
-_logger = logging.getLogger("thinwire")
 
 
 def load() -> None:
@@ -64,4 +63,4 @@ def compile_ahead(
         if not once.is_complete():
             errors.seek(0)
             said = errors.read().decode(errors="replace").splitlines()
-            _logger.warning("kernels are compiled while ranks run: %s", said[-1] if said else "compilers were killed")
+            logger.warning("kernels are compiled while ranks run: %s", said[-1] if said else "compilers were killed")

@@ -1,7 +1,5 @@
 """A sparsifier whose ids and values are coded independently of each other."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

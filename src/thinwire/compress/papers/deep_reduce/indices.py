@@ -1,7 +1,5 @@
 """Codes of the ids of a sparse gradient: four that give back every id, and Bloom filters, which do not."""
 
-from __future__ import annotations
-
 import heapq
 import math
 import re

@@ -1,7 +1,5 @@
 """Codes of vectors of values: by curves through the sorted values (Xu et al., NeurIPS'21)."""
 
-from __future__ import annotations
-
 import math
 from abc import abstractmethod
 from dataclasses import dataclass

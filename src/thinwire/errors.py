@@ -129,7 +129,7 @@ def is_of_a_peer(error: BaseException | None) -> bool:
     return error is not None
 
 
-def raising(error: Exception) -> Callable[[], NoReturn]:
+def raising(error: BaseException) -> Callable[[], NoReturn]:
     """Return a function that raises an error: called where a message is prepared, it tells the peers."""
 
     def fail() -> NoReturn:

@@ -7,16 +7,22 @@ from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from itertools import count
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.futures import Future
 
 from clocks import PATIENCE
-from thinwire.comm.c10d import default_store
+from thinwire.comm import lane as lane_module
+from thinwire.comm.c10d import default_store, unregistered_group
 from thinwire.comm.channel import Subject
+from thinwire.comm.connections import PrivateGroup
 from thinwire.comm.lane import Lane, private_group
-from thinwire.errors import LostPeerError
+from thinwire.comm.notes import Notes
+from thinwire.errors import CorruptHeaderError, LostPeerError, ThinwireError
 from thinwire.lab.testbed.launch import RankContext, run_ranks
 from thinwire.sums import lossless
 
@@ -140,3 +146,91 @@ def test_ranks_that_wait_for_one_that_does_not_come_name_it_within_the_timeout()
     first, second, _ = run_ranks(_meets_alone, world_size=3, timeout_seconds=60)
     assert first.value == second.value
     assert first.value.startswith("rank 2 stopped answering")
+
+
+def test_a_late_thread_leaves_the_job_that_runs_to_its_own_thread() -> None:
+    lane, abandoned, runs = object.__new__(Lane), Future[None](), Future[None]()
+    lane._claim, lane._current = threading.Lock(), (runs, lambda: None)
+    assert not lane._claims(abandoned)
+    assert lane._claims(runs)
+
+
+class _Named:
+    """A group of a closed lane."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def lost(self) -> set[int]:
+        return set()
+
+
+def test_ranks_that_closed_lanes_in_different_orders_take_the_same_group() -> None:
+    taken = []
+    for names in ("ab", "ba"):
+        parent: Any = _Named("")
+        lane_module._idle_groups[parent] = [(MEET, _Named(name)) for name in names]  # type: ignore[misc]
+        taken.append([lane_module._take_group(parent, MEET, Notes(None, 0, ())).name for _ in names])
+    assert taken == [["a", "b"]] * 2
+
+
+@pytest.mark.parametrize("size", [1 << 60, 0, -1])
+def test_a_length_that_no_rank_can_have_is_refused_before_memory_is_taken(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def all_reduce(tensor: torch.Tensor, *_: object) -> None:
+        tensor[1] = size
+
+    group: Any = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
+    monkeypatch.setattr(lane_module, "device_of", lambda _: torch.device("cpu"))
+    monkeypatch.setattr(lane_module, "_all_reduce", all_reduce)
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda _: [4, 7])
+    with pytest.raises(CorruptHeaderError, match="rank 7 announces"):
+        lane_module._gather(b"addresses", group, MEET)
+
+
+def _alone() -> Lane:
+    return Lane(PrivateGroup(partial(unregistered_group, dist.HashStore(), [0], 0, TIMEOUT)))
+
+
+def _waits(lane: Lane, name: str) -> Callable[[], None]:
+    """The lane has a job that has begun, has opened a conversation, and waits for the function that is returned."""
+    runs, goes_on = threading.Event(), threading.Event()
+
+    def job(lane: Lane, begun: object) -> None:
+        runs.set()
+        assert goes_on.wait(PATIENCE)
+
+    future = lane.submit(job, begin=lambda lane: lane.channel(Subject(name, "")))
+    assert runs.wait(PATIENCE)
+    return lambda: (goes_on.set(), future.wait())[1]
+
+
+def test_a_note_says_what_the_job_that_runs_is_about() -> None:
+    lane, said = _alone(), list[str]()
+    go_on = _waits(lane, "bucket 0")
+    second = lane.submit(
+        lambda lane, begun: said.append(lane._note("", None, ()).doing),
+        begin=lambda lane: lane.channel(Subject("bucket 1", "")),
+    )
+    said.append(lane._note("", None, ()).doing)
+    go_on()
+    second.wait()
+    lane.close()
+    assert said == ["bucket 0", "bucket 1"]
+
+
+def test_an_interrupt_while_a_job_begins_breaks_the_lane_in_the_turn_of_the_job() -> None:
+    lane = _alone()
+    go_on = _waits(lane, "bucket 0")
+
+    def interrupted(lane: Lane) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        lane.submit(lambda lane, begun: None, begin=interrupted)
+    assert not lane.is_broken
+    go_on()
+    with pytest.raises(ThinwireError, match="KeyboardInterrupt"):
+        lane.submit(lambda lane: lane.check("bucket 2")).wait()
+    lane.close()

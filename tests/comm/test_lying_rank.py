@@ -223,7 +223,7 @@ def test_more_bytes_than_a_rank_may_have_are_not_received() -> None:
 
     for outcome in run_ranks(2, run):
         assert isinstance(outcome.error, CorruptHeaderError)
-        assert "9 bytes are announced, more than 8" in str(outcome.error)
+        assert f"from rank {LIAR}: 9 bytes are announced, more than 8" in str(outcome.error)
 
 
 def test_what_does_not_fit_into_memory_is_not_allocated(monkeypatch: pytest.MonkeyPatch) -> None:

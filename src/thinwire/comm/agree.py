@@ -84,9 +84,10 @@ def gather_bytes(exchange: Exchange, what: str, data: bytes, max_bytes: int = MA
     """
     records = gather_records(exchange, f"length of the {what}", len(data).to_bytes(8, "little"))
     lengths = [int.from_bytes(record, "little") for record in records]
-    where = f"rank {exchange.global_ranks[exchange.rank]}, {what}"
-    if max(lengths) > max_bytes:
-        raise CorruptHeaderError(f"{where}: {max(lengths):,} bytes are announced, more than {max_bytes:,}")
+    where, most = f"rank {exchange.global_ranks[exchange.rank]}, {what}", max(lengths)
+    if most > max_bytes:
+        sender = exchange.global_ranks[lengths.index(most)]
+        raise CorruptHeaderError(f"{where}: from rank {sender}: {most:,} bytes are announced, more than {max_bytes:,}")
     check_fits(sum(lengths), lambda: where)
     mine = _sealed(exchange, what, data)
     received = exchange.swap([mine] * exchange.world_size, [length + SEAL_BYTES for length in lengths])

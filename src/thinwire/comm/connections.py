@@ -88,11 +88,16 @@ class PrivateGroup:
         make: makes the group, in a collective call of its ranks; so this constructor is collective too.
         gather: gathers bytes of each rank, in rank order; None does so over the new group, where nobody tells a rank
             that waits that another one failed before it knew all addresses.
+        name: what all ranks call it.
     """
 
     def __init__(
-        self, make: Callable[[], dist.ProcessGroup], gather: Callable[[bytes], list[bytes]] | None = None
+        self,
+        make: Callable[[], dist.ProcessGroup],
+        gather: Callable[[bytes], list[bytes]] | None = None,
+        name: str = "",
     ) -> None:
+        self.name = name
         before = set(_listening())
         self.process_group = make()
         self._addresses: set[Address] = set()

@@ -34,12 +34,22 @@ from torch.futures import Future
 from thinwire.comm.agree import gather_records
 from thinwire.comm.c10d import device_of, gloo_group, store_of, timeout_of
 from thinwire.comm.channel import Channel, Subject
-from thinwire.comm.connections import Connected, PrivateGroup, between, connected, dead, listens_at, packed_ends
+from thinwire.comm.connections import (
+    MAX_ENDS_BYTES,
+    Connected,
+    PrivateGroup,
+    between,
+    connected,
+    dead,
+    listens_at,
+    packed_ends,
+)
 from thinwire.comm.hosts import discover
 from thinwire.comm.machine import Machine, measure
 from thinwire.comm.notes import ATTACH, Note, Notes
 from thinwire.comm.process_group import EVERYONE, Exchange, StagedExchange, Staging, Traffic, Waits, lost_peer
 from thinwire.errors import (
+    CorruptHeaderError,
     CorruptMessageError,
     LostPeerError,
     ThinwireError,
@@ -112,10 +122,11 @@ def _take_group(parent: dist.ProcessGroup, timeout: timedelta | None, notes: Not
     """Return a Gloo group of the same ranks for one lane: one that a closed lane left, else a new one.
 
     Groups are kept because each costs a few connections and threads, and the wait until all ranks have connected. One
-    that a rank hung up, as after a step that it did not complete, is gone for all of them.
+    that a rank hung up, as after a step that it did not complete, is gone for all of them. Ranks may have closed lanes
+    in different orders, so the names decide which group is the next.
     """
     idle = _idle_groups.setdefault(parent, [])
-    for entry in list(idle):
+    for entry in sorted(idle, key=lambda entry: entry[1].name):
         idle_timeout, group = entry
         if group.lost():
             idle.remove(entry)
@@ -203,7 +214,7 @@ def _connect(
         # Torch makes a group without a barrier, so the first ranks have all their connections while others still make
         # theirs. If one of the first failed then and hung up, a rank that connects to a peer of it would try until the
         # timeout. So each waits until all have sent their addresses.
-        return PrivateGroup(lambda: gloo_group(name, ranks, limit), lambda data: _gather(data, parent, limit))
+        return PrivateGroup(lambda: gloo_group(name, ranks, limit), lambda data: _gather(data, parent, limit), name)
     except RuntimeError as error:
         raise _not_all_here(parent, str(error).splitlines()[0]) from error
 
@@ -222,6 +233,9 @@ def _gather(data: bytes, group: dist.ProcessGroup, limit: timedelta) -> list[byt
     lengths[group.rank()] = len(data)
     _all_reduce(lengths, group, limit)
     sizes = lengths.tolist()
+    for rank, size in enumerate(sizes):
+        if not 0 < size <= MAX_ENDS_BYTES:
+            raise CorruptHeaderError(f"rank {dist.get_process_group_ranks(group)[rank]} announces {size:,} bytes")
     rows = torch.zeros(group.size(), max(sizes), dtype=torch.uint8)
     rows[group.rank(), : len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     rows = rows.to(device)
@@ -370,7 +384,7 @@ class Lane:
         self._parent: Callable[[], dist.ProcessGroup | None] = lambda: None
         self._breaking = threading.RLock()
         self._waits = Waits()
-        self._subject = ""  # of the last conversation
+        self._subject = ""  # of the last conversation of the job that runs
         self.doing: Callable[[], str] = str  # what this rank does now, for messages
         if isinstance(process_group, PrivateGroup):
             self._own, self._timeout = process_group, timeout
@@ -452,16 +466,23 @@ class Lane:
         """
         future: Future[T] = Future()
         begun: list[Callable[[], object]] = []
+        subject = ""
 
         def begin_once() -> None:
+            nonlocal subject
             assert begin is not None, "a job that begins by itself"
             self._num_begun += 1
+            running = self._subject
             try:
                 result = begin(self)
-            except Exception as error:
-                begun.append(raising(error))
+            except BaseException as error:
+                begun.append(raising(error))  # peers may wait for this job, so it fails in its turn
+                if not isinstance(error, Exception):
+                    raise
             else:
                 begun.append(lambda: result)
+            finally:
+                subject, self._subject = self._subject, running
 
         def run() -> None:
             if pause is not None:
@@ -470,6 +491,7 @@ class Lane:
             self._current = future, end
             with self._beginning:
                 self._begin_next()
+            self._subject = subject
             try:
                 result = self._attempt(job if begin is None else lambda lane: job(lane, begun[0]()))
             except Exception as error:
@@ -491,9 +513,11 @@ class Lane:
 
         with self._beginning:
             self._unbegun.append(None if begin is None else begin_once)
-            if self._num_begun:
-                self._begin_next()
-            self._jobs.put(run)
+            try:
+                if self._num_begun:
+                    self._begin_next()
+            finally:
+                self._jobs.put(run)
         return future
 
     def _begin_next(self) -> None:
@@ -737,7 +761,7 @@ class Lane:
         """Claim the future of the running job; return whether the caller, and no other thread, is to complete it."""
         with self._claim:
             is_ours = self._current is not None and self._current[0] is future
-            if is_ours:
+            if is_ours:  # else it belongs to the thread that runs now
                 self._current = None
         return is_ours
 

@@ -382,6 +382,21 @@ def _decides_to_decline(context: RankContext, machine: Machine, hosts: bool, can
         return _decides(context, DistributedDataParallel, machine, 0.28, hosts)
 
 
+BETWEEN = Machine(1e-9, 1e-9, 8e-10, 8e-10, 1e-9, *[1e-8, 1e-10] * 3)
+
+
+def _decides_on(context: RankContext, cores: Sequence[int]) -> list[tuple[bool, str]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "cpu_count", lambda: cores[context.rank])
+        return _decides(context, DistributedDataParallel, BETWEEN, 0.28, True)
+
+
+def test_hosts_of_different_numbers_of_cores_decide_alike() -> None:
+    """By this link a code pays with 64 cores, and not with one: the host that has the fewest decides."""
+    for outcome in run_ranks(_decides_on, (64, 1), world_size=2, timeout_seconds=60):
+        assert outcome.value[-1] == (False, "dense gradients are summed natively: no code could pay on this link")
+
+
 def _is_refused(context: RankContext, dense: str) -> str:
     how = dense if dense == "lossless" else thinwire.compress.top_k(0.1, values=thinwire.compress.lossless())
     with kernels.using("reference") if context.rank else nullcontext(), pytest.raises(ThinwireError) as caught:

@@ -67,6 +67,8 @@ class DenseChoice:
         self._lane, self._lossless, self._num_bytes = lane, lossless, num_bytes
         self._turn, self._own_links, self._steps = turn, own_links, 0
         self._per_host = max(map(len, ranks_of_hosts(lane.exchange.hosts)))
+        (cores,) = zip(*lane.agree("cores of hosts", [float(os.cpu_count() or 1)]), strict=True)
+        self._cores = self._per_host if own_links is not None else min(cores)  # a rank has its GPU alone
         self._machine: Machine | None = None
         self._is_measured = False
         self._dtypes: tuple[torch.dtype, ...] = ()  # whose code may pay on this link
@@ -185,8 +187,7 @@ class DenseChoice:
                 self._machine = replace(self._machine, message_seconds=message, reduced_byte_seconds=reduced)
         if self._machine is None:
             return Verdict(False, "the link could not be measured")
-        cores = self._per_host if self._own_links is not None else os.cpu_count() or 1  # a rank has its GPU alone
-        ranks = Ranks(self._lane.world_size, self._per_host, cores)
+        ranks = Ranks(self._lane.world_size, self._per_host, self._cores)
         return decide(num_bytes, ranks, self._machine, code, was_lossless)
 
     def _best(self, dtype: torch.dtype) -> Code:

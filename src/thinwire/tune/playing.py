@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from torch.futures import Future
 
@@ -63,6 +64,12 @@ class Playing:
         if playing != self._playing:
             self._playing = playing
             self._turn(*playing)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue with the trial of another run, see `Trial.state_dict`."""
+        self.trial.load_state_dict(state)
+        self.forget()
+        self.turn()
 
     def forget(self) -> None:
         """Do not time the step that runs."""

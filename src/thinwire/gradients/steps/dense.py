@@ -115,12 +115,8 @@ class DenseChoice:
         self._dtypes = tuple(getattr(torch, name) for name in state["dtypes"])
         self._lossless.native.update(state["native"])
         self._lossless.reason = state["reason"]
-        if "trial" in state:
-            self.trial.load_state_dict(state["trial"])
-        elif self._dtypes:  # as saved before there were trials
-            decided = {"standing": LOSSLESS, "left": KEPT_STEPS, "reason": state["reason"]}
-            self.trial.load_state_dict({**self.trial.state_dict(), **decided})
-        self._playing.turn()
+        decided = {"standing": LOSSLESS, "left": KEPT_STEPS, "reason": state["reason"]} if self._dtypes else {}
+        self._playing.load_state_dict(state.get("trial", {**self.trial.state_dict(), **decided}))  # was there no trial
 
     def _play(self, arm: str, stands: bool) -> None:
         """Have the next step sum by this arm, once a price says that it is worth a test."""

@@ -69,8 +69,7 @@ class RowsChoice:
         return self.trial.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.trial.load_state_dict(state)
-        self._playing.turn()
+        self._playing.load_state_dict(state)
 
     def _offer(self) -> None:
         """Offer the schemes that prices in closed form cannot tell from the choice."""

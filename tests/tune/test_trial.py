@@ -151,6 +151,22 @@ def test_an_evaluation_inside_of_a_check_delays_the_next_one_by_a_few_steps(is_r
     assert trial.arm == ROWS or trial.is_timed
 
 
+def test_a_challenger_that_lost_is_no_evidence_against_the_arm_that_stands() -> None:
+    """Two checks in which the standing arm is disturbed do not drop it, however slow the one was that lost."""
+    trial = Trial(arms(ROWS, CODED))
+    seconds = {STOCK: 1.0, ROWS: 0.5, CODED: 3.5}
+    play(trial, 60, lambda step, arm: seconds[arm])
+    assert trial.is_settled
+    for _ in range(2):
+        while trial.arm != STOCK and not trial.is_timed:
+            play(trial, 1, lambda step, arm: seconds[arm])
+        numbers: list[float] | None = None
+        while numbers is None:
+            numbers = trial.note(1.0 if trial.arm == STOCK else 4.0)
+        trial.learn([[abs(one) for one in numbers]])
+    assert trial.arm == ROWS
+
+
 def test_loading_kernels_is_not_charged_to_pairs() -> None:
     """What it costs was weighed before: the first step of rows has it, and is no sign of later ones."""
     trial = Trial(arms(), setup_seconds=1.5)

@@ -351,9 +351,9 @@ class Trial:
             f" {len(self._wins)} pairs"
         )
         self._forecast[self._challenger] = ratio * self._forecast.get(self.standing, 1.0)
-        self._ratios = [1.0 / self._forecast[self._challenger]]
         if has_won:
             self.standing = self._challenger
+        self._ratios = [1.0 / self._forecast.get(self.standing, 1.0)]  # of stock to it, for the next check
         self._go_on()
 
     def _judge_check(self) -> None:

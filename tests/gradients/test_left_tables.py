@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 from itertools import count
+from time import monotonic
 
 import pytest
 import torch
@@ -197,6 +198,68 @@ def test_a_trial_in_which_rows_are_faster_keeps_them(by_module: bool) -> None:
     hooked, state, _ = first
     assert state["standing"] == trials.ROWS
     assert all(hooked[12:])
+
+
+def _one_rank_watches(context: RankContext) -> None:
+    """Rank 0 looks at each bucket of a trial, in which stock wins, and then no more."""
+    exact.ROUTE_VARIABLE = "UNSET"
+    note, seconds = Trial.note, {trials.STOCK: 1.0, trials.ROWS: 3.2}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trial, "note", lambda trial, *_: note(trial, seconds.get(trial.arm, 9.0), 1.0))
+        ddp = DistributedDataParallel(Mixed(True))
+        sync = thinwire.attach(ddp)
+        if context.rank == 0:
+            sync.watch_lane(lambda started, ended: None)
+        for step in range(20):
+            _trained(ddp, context.rank, step)
+        assert sync.state_dict()["rows"]["standing"] == trials.STOCK
+        assert sync.state_dict()["rows"]["tests"] == 1
+        assert bool(ddp._comm_hooks) == (context.rank == 0)
+        if context.rank == 0:
+            sync.watch_lane(None)
+        for step in range(2):
+            _trained(ddp, context.rank, step)
+        assert context.rank or _dispatchers[ddp].target is None, "idle, until all ranks drop it"
+        sync.detach()
+        again = thinwire.attach(ddp)
+        _trained(ddp, context.rank, 0)
+        assert not ddp._comm_hooks
+        again.detach()
+
+
+def test_one_rank_may_watch_while_all_leave_a_model_to_ddp() -> None:
+    """A reducer that never had a hook broadcasts its buckets: all ranks get one, or none."""
+    run_ranks(_one_rank_watches, world_size=2, timeout_seconds=40)
+
+
+def _idle(context: RankContext) -> tuple[list[bool], str, float]:
+    """Whether steps of a model whose hook is seen, and then idle, have stock's bits; then rank 1 fails in one."""
+    exact.ROUTE_VARIABLE = "UNSET"
+    same = []
+    stock, ddp = (DistributedDataParallel(Mixed(True), process_group=dist.new_group()) for _ in range(2))
+    sync = thinwire.attach(ddp)
+    sync.watch_lane(lambda started, ended: None)
+    for step in range(6):
+        if step == 3:
+            sync.watch_lane(None)
+        pairs = zip(_trained(ddp, context.rank, step), _trained(stock, context.rank, step), strict=True)
+        same.append(all(torch.equal(mine, theirs) for mine, theirs in pairs))
+    assert _dispatchers[ddp].target is None
+    if context.rank == 1:
+        ddp.module.over.weight.register_hook(_fail)
+    started = monotonic()
+    with pytest.raises((RuntimeError, ValueError)) as caught:
+        _trained(ddp, context.rank, 6)
+    sync.detach()
+    return same, str(caught.value), monotonic() - started
+
+
+def test_an_idle_hook_has_the_bits_of_stock_and_hangs_up_for_a_rank_that_fails() -> None:
+    for outcome in run_ranks(_idle, world_size=3, timeout_seconds=60):
+        same, error, seconds = outcome.value
+        assert all(same), same
+        assert "on all ranks" in error if outcome.rank == 1 else "rank" in error, error
+        assert seconds < LIMIT_SECONDS
 
 
 def _untouched(context: RankContext) -> set[str]:

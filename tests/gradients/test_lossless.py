@@ -341,6 +341,8 @@ def _decides(
                 torch.testing.assert_close(parameter.grad, expected[name], atol=1e-5, rtol=1e-4)
             seen.append((bool(lossless.dtypes), lossless.reason))
         assert sync.stats()["comm/bytes_sent"] == sum(int(row["total_bytes"]) for row in sync.table())
+        if isinstance(wrapped, DistributedDataParallel) and model.table is None:
+            assert bool(wrapped._comm_hooks) == bool(lossless.dtypes), "what native sums win has no hook"
         sync.detach()
     pinned = [line.partition('; dense="')[0] for line in said if "pins that" in line]
     decided = dict.fromkeys(reason for _, reason in seen if "are summed" in reason)

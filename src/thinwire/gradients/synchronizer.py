@@ -30,7 +30,7 @@ from thinwire.gradients.buckets import Buckets, Sums, as_real
 from thinwire.gradients.collective import CollectiveTables, measured
 from thinwire.gradients.compressed import CompressedSync, Statistics
 from thinwire.gradients.compression import GradScaler, Methods
-from thinwire.gradients.ddp import Alone, DdpPlug, LeftToDdp, Plug, keep_group, keeps_buckets
+from thinwire.gradients.ddp import CODES, ROWS, Alone, DdpPlug, LeftToDdp, Plug, keep_group, keeps_buckets
 from thinwire.gradients.exact import GradientSync, NativeAllReduce, is_native, route_asked_for
 from thinwire.gradients.lossless import LosslessSync
 from thinwire.gradients.module import module_of, synchronized_buffers, synchronized_parameters
@@ -391,7 +391,6 @@ class Synchronizer(Attached):
             ...     train(steps=3)
             >>> trace.save("step.json")             # doctest: +SKIP
         """
-        self._observe()
         return self._steps.start_trace(steps)
 
     def watch_lane(self, watcher: Callable[[float, float], None] | None) -> None:
@@ -400,14 +399,9 @@ class Synchronizer(Attached):
         Those are the times when the network is busy. It is called on the thread of the lane as a job ends, and for
         all-reduces of buckets at the end of backward. None removes the watcher.
         """
-        self._observe()
+        self._plug.observe("a watcher", watcher is not None)
         for lane in self._lanes:
             lane.watcher = watcher
-
-    def _observe(self) -> None:
-        """Let traces and watchers see each bucket from now on."""
-        if isinstance(self._plug, LeftToDdp):
-            self._plug.observe()
 
     def detach(self) -> None:
         """Remove all hooks and release the lane, on all ranks; a DDP model is stock again. Safe to call twice.
@@ -608,12 +602,12 @@ class Synchronizer(Attached):
                 num_bytes[dtype] = num_bytes.get(dtype, 0) + parameter.nbytes
         plug, lane = self._plug, self._lane  # and not this object, which holds the model
 
-        def turn(dtypes: Sequence[torch.dtype]) -> None:
+        def turn(dtypes: Sequence[torch.dtype], stands: bool) -> None:
             assert lossless is not None
             lossless.turn(dtypes)
             lane.codes_values = bool(dtypes) or lossless.is_asked_for
-            if dtypes and isinstance(plug, LeftToDdp):
-                plug.observe()
+            if isinstance(plug, LeftToDdp):
+                plug.see(CODES, bool(dtypes), stands)
 
         links: Callable[[], Sequence[Machine]] = tuple
         if self._native is not None and self._native.is_own:
@@ -650,7 +644,7 @@ def _adopt_tables(
         if begin is not None:
             return begin([names[id(table)] for table in tables])
         if isinstance(plug, LeftToDdp):
-            plug.sum_rows(True, True)
+            plug.see(ROWS, True, True)
     return rows
 
 

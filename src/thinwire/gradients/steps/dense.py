@@ -51,7 +51,7 @@ class DenseChoice:
         lane: the lane of all ranks, which are on several hosts.
         lossless: what takes the lossless way.
         num_bytes: bytes of all gradients of each dtype.
-        turn: lets gradients of these dtypes go the lossless way from the next step on.
+        turn: lets gradients of these dtypes go the lossless way from the next step on; also whether that stands.
         own_links: for gradients on a GPU, measures the links of the group that sums natively, as
             `thinwire.comm.machine.measure_collectives` returns them, or () if that is the lane; None on the CPU.
     """
@@ -61,7 +61,7 @@ class DenseChoice:
         lane: Lane,
         lossless: LosslessSync,
         num_bytes: Mapping[torch.dtype, int],
-        turn: Callable[[Sequence[torch.dtype]], None],
+        turn: Callable[[Sequence[torch.dtype], bool], None],
         own_links: Callable[[], Sequence[Machine]] | None = None,
     ) -> None:
         self._lane, self._lossless, self._num_bytes = lane, lossless, num_bytes
@@ -121,7 +121,7 @@ class DenseChoice:
     def _play(self, arm: str, stands: bool) -> None:
         """Have the next step sum by this arm, once a price says that it is worth a test."""
         if arm != LOSSLESS or self._dtypes or self._may_pay():
-            self._turn(self._dtypes if arm == LOSSLESS else ())
+            self._turn(self._dtypes if arm == LOSSLESS else (), stands)
 
     def _may_pay(self) -> bool:
         """Return whether the best code could pay on this link, which is measured; decline the trial if not."""

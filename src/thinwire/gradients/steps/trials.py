@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from thinwire.comm.lane import Lane
-from thinwire.gradients.ddp import LeftToDdp
+from thinwire.gradients.ddp import ROWS, LeftToDdp
 from thinwire.gradients.exact import GradientSync
 from thinwire.gradients.tables import LookupRows, weak
 from thinwire.tune.playing import SETUP_SECONDS, Playing
 from thinwire.tune.trial import Arm, Trial
 
-STOCK, ROWS = "stock DDP", "rows"
+STOCK = "stock DDP"
 SEEN_STEPS = 8
 """Number of batches as rows, after which the schemes that may be faster than the choice are known."""
 MOST_OFFERS = 3
@@ -93,10 +93,10 @@ class RowsChoice:
             if stands:
                 gradients.leave(self._names, self.trial.explain())
             self._lookups.remove()
-            self._plug.sum_rows(False, stands)
+            self._plug.see(ROWS, False, stands)
         else:
             if not self._is_warm:
                 self._is_warm = True
                 self._warm_up()
             self._lookups.install()
-            self._plug.sum_rows(True, stands)
+            self._plug.see(ROWS, True, stands)

@@ -69,11 +69,12 @@ class Playing:
         """Continue with the trial of another run, see `Trial.state_dict`."""
         self.trial.load_state_dict(state)
         self.forget()
-        self.turn()
 
     def forget(self) -> None:
-        """Do not time the step that runs."""
+        """Do not time the step that runs, and play what stands: there may be no more steps for a while."""
         self._since = None
+        self.trial.interrupt()
+        self.turn()
 
 
 def answered(numbers: Numbers) -> list[list[float]]:

@@ -213,6 +213,12 @@ class Trial:
         else:
             self._pause(min(CHECK_STEPS, SOON_STEPS**self._voids), "_play")
 
+    def interrupt(self) -> None:
+        """Break off the running pairs, whose numbers are not complete; they begin again after the next step."""
+        if self.is_timed:
+            self._pause(1, "_play")
+            self._numbers = []
+
     def decline(self, reason: str) -> None:
         """Let stock stand, because prices say so: a challenger is not worth a test, or not any more."""
         self.standing, self._why = 0, reason

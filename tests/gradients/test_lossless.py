@@ -443,6 +443,14 @@ def _goes_on(context: RankContext) -> None:
             assert same_bits(one.grad, other.grad)
         assert restored.stats()["lossless/values"] > 0
         restored.detach()
+        with kernels.using("reference") if context.rank else nullcontext():
+            third = DistributedDataParallel(copy.deepcopy(model))
+            unable = thinwire.attach(third)
+            unable.load_state_dict(saved)
+            third(batch_of(model, context.rank, 19)).backward()
+            assert unable._lossless.reason.startswith("dense gradients are summed natively: rank 1 cannot run compiled")
+            assert not unable._lossless.dtypes
+            unable.detach()
 
 
 def test_a_decision_is_part_of_the_state() -> None:

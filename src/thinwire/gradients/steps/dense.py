@@ -67,7 +67,9 @@ class DenseChoice:
         self._lane, self._lossless, self._num_bytes = lane, lossless, num_bytes
         self._turn, self._own_links, self._steps = turn, own_links, 0
         self._per_host = max(map(len, ranks_of_hosts(lane.exchange.hosts)))
-        (cores,) = zip(*lane.agree("cores of hosts", [float(os.cpu_count() or 1)]), strict=True)
+        mine = [float(os.cpu_count() or 1), float(floats.is_possible(imports=False))]
+        cores, can = zip(*lane.agree("cores and kernels of ranks", mine), strict=True)
+        self._unable = _unable(can)
         self._cores = self._per_host if own_links is not None else min(cores)  # a rank has its GPU alone
         self._machine: Machine | None = None
         self._is_measured = False
@@ -117,6 +119,8 @@ class DenseChoice:
         self._lossless.reason = state["reason"]
         decided = {"standing": LOSSLESS, "left": KEPT_STEPS, "reason": state["reason"]} if self._dtypes else {}
         self._playing.load_state_dict(state.get("trial", {**self.trial.state_dict(), **decided}))  # was there no trial
+        if self._dtypes and self._unable:  # on these hosts
+            self._decline(self._unable)
 
     def _play(self, arm: str, stands: bool) -> None:
         """Have the next step sum by this arm, once a price says that it is worth a test."""
@@ -125,9 +129,9 @@ class DenseChoice:
 
     def _may_pay(self) -> bool:
         """Return whether the best code could pay on this link, which is measured; decline the trial if not."""
-        can = self._lane.agree("who can make codes of floats", [float(floats.is_possible())])
-        if [0.0] in can:
-            self._decline(f"rank {can.index([0.0])} cannot run compiled kernels: {floats.CURE}")
+        (can,) = zip(*self._lane.agree("who can make codes of floats", [float(floats.is_possible())]), strict=True)
+        if unable := _unable(can):
+            self._decline(unable)
             return False
         self._dtypes = tuple(one for one in self._num_bytes if self._verdict(self._best(one), one).is_lossless)
         if not self._dtypes:
@@ -208,6 +212,11 @@ def _measured(lane: Lane) -> Machine | None:
     # With several ranks on a host the ring crosses its link once, and messages of all to all more often.
     is_alone = len(set(lane.exchange.hosts)) == lane.world_size
     return machine.slowed(machine.byte_seconds) if machine is not None and is_alone else machine
+
+
+def _unable(can: Sequence[float]) -> str:
+    """Return which rank can make no codes, "" if all can."""
+    return "" if all(can) else f"rank {can.index(0.0)} cannot run compiled kernels: {floats.CURE}"
 
 
 def _numbers(report: SumReport) -> list[float]:

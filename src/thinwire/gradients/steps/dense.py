@@ -109,10 +109,13 @@ class DenseChoice:
         dtypes = self._dtypes if self.trial.standing else ()  # else none, or on trial
         names = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)
         native, reason = dict(self._lossless.native), self._lossless.reason
-        return {"dtypes": names, "native": native, "reason": reason, "trial": self.trial.state_dict()}
+        said = {"dtypes": names, "native": native, "reason": reason, "trial": self.trial.state_dict()}
+        return {**said, "world_size": self._lane.world_size}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a decision; it is made again when it would be due. What a trial had begun begins again."""
+        """Restore a decision of as many ranks; it is made again when it would be due, and a test begins again."""
+        if state.get("world_size", self._lane.world_size) != self._lane.world_size:
+            return
         self._coded = 0
         self._dtypes = tuple(getattr(torch, name) for name in state["dtypes"])
         self._lossless.native.update(state["native"])

@@ -66,10 +66,13 @@ class RowsChoice:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was decided, which decides about bits of sums."""
-        return self.trial.state_dict()
+        return {**self.trial.state_dict(), "world_size": self._lane.world_size}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._playing.load_state_dict(state)
+        """Continue with a decision, if it is of as many ranks, and not for stock DDP where that is no option."""
+        is_option = state["standing"] != STOCK or self._plug is not None
+        if is_option and state.get("world_size", self._lane.world_size) == self._lane.world_size:
+            self._playing.load_state_dict(state)
 
     def _offer(self) -> None:
         """Offer the schemes that prices in closed form cannot tell from the choice."""

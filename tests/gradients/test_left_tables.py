@@ -126,6 +126,14 @@ def test_what_torch_cannot_sum_stays() -> None:
     run_ranks(_sixteen_bits, world_size=2, timeout_seconds=60)
 
 
+class Owned(nn.Module):
+    """A table that is a parameter of the user's own module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(ROWS, WIDTH))
+
+
 class Mixed(nn.Module):
     """A sparse table and a dense one, which is looked up by a module or by a function, and a layer on top."""
 
@@ -133,7 +141,7 @@ class Mixed(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.sparse = nn.Embedding(ROWS, WIDTH, sparse=True)
-        self.dense = nn.Embedding(ROWS, WIDTH) if by_module else nn.Linear(WIDTH, ROWS, bias=False)
+        self.dense = nn.Embedding(ROWS, WIDTH) if by_module else Owned()
         self.over = nn.Linear(2 * WIDTH, 1)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -262,10 +270,10 @@ def test_an_idle_hook_has_the_bits_of_stock_and_hangs_up_for_a_rank_that_fails()
         assert seconds < LIMIT_SECONDS
 
 
-def _untouched(context: RankContext) -> set[str]:
+def _untouched(context: RankContext, by_module: bool) -> set[str]:
     """What a job whose network is fast never pays for."""
     exact.ROUTE_VARIABLE = "UNSET"
-    ddp = DistributedDataParallel(Mixed(True))
+    ddp = DistributedDataParallel(Mixed(by_module))
     sync = thinwire.attach(ddp)
     hooks = (ddp.module.sparse, ddp.module.dense, ddp.module.dense.weight)
     for step in range(20):
@@ -273,12 +281,16 @@ def _untouched(context: RankContext) -> set[str]:
     assert not any(getattr(one, name) for one in hooks[:2] for name in ("_forward_hooks", "_forward_pre_hooks"))
     assert not hooks[2]._backward_hooks
     assert sync._lane._machine is None
+    tables = {sync._names[key] for key in sync._buckets._tables}
     sync.detach()
-    return set()
+    return tables
 
 
-def test_before_stock_has_waited_nothing_is_hooked_and_nothing_is_measured() -> None:
-    run_ranks(_untouched, world_size=2, timeout_seconds=60)
+@pytest.mark.parametrize("by_module", [True, False])
+def test_before_stock_has_waited_nothing_is_hooked_and_nothing_is_measured(by_module: bool) -> None:
+    """But a table that no module announces has been seen in the first forward."""
+    for outcome in run_ranks(_untouched, by_module, world_size=2, timeout_seconds=60):
+        assert outcome.value == {"dense.weight"}
 
 
 def _keeps_its_gradient(context: RankContext) -> list[bool]:

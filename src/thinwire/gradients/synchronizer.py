@@ -640,11 +640,13 @@ def _adopt_tables(
     """Adopt the tables that the first step has shown; return the choice of their schemes, given that of the others."""
     tables = buckets.adopt()
     plug.adopt(tables)
-    if tables and rows is None:
-        if begin is not None:
-            return begin([names[id(table)] for table in tables])
-        if isinstance(plug, LeftToDdp):
-            plug.see(ROWS, True, True)
+    found = [names[id(table)] for table in tables]
+    if rows is not None:
+        rows.adopt(found)
+    elif found and begin is not None:
+        return begin(found)
+    elif found and isinstance(plug, LeftToDdp):
+        plug.see(ROWS, True, True)
     return rows
 
 

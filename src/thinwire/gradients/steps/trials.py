@@ -64,6 +64,11 @@ class RowsChoice:
             if self._lane.rank == 0:
                 _log.info("embedding tables are summed by %s", reason)
 
+    def adopt(self, names: Sequence[str]) -> None:
+        """Choose also for tables that the first step has shown."""
+        self._names += names
+        self._turn(self.trial.arm, not self.trial.is_timed)
+
     def state_dict(self) -> dict[str, Any]:
         """Return what was decided, which decides about bits of sums."""
         return {**self.trial.state_dict(), "world_size": self._lane.world_size}
@@ -95,7 +100,8 @@ class RowsChoice:
         if is_stock:
             if stands:
                 gradients.leave(self._names, self.trial.explain())
-            self._lookups.remove()
+            if not self._lookups.candidates:  # else they are looked for in the first forward
+                self._lookups.remove()
             self._plug.see(ROWS, False, stands)
         else:
             if not self._is_warm:

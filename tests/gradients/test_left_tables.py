@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from functools import partial
 from itertools import count
@@ -18,11 +19,13 @@ import thinwire
 from clocks import SlowRange
 from thinwire.errors import told
 from thinwire.gradients import exact
-from thinwire.gradients.ddp import _dispatchers, _stock_sparse
+from thinwire.gradients.ddp import _dispatchers, _stock, _stock_sparse
 from thinwire.gradients.exact import NativeAllReduce
 from thinwire.gradients.steps import trials
+from thinwire.gradients.steps.dense import DenseChoice
 from thinwire.lab.testbed.launch import RankContext, run_ranks
 from thinwire.observe.step import Clock, Load
+from thinwire.tune.lossless import Verdict
 from thinwire.tune.trial import Trial
 
 pytestmark = pytest.mark.ranks
@@ -238,6 +241,34 @@ def _one_rank_watches(context: RankContext) -> None:
 def test_one_rank_may_watch_while_all_leave_a_model_to_ddp() -> None:
     """A reducer that never had a hook broadcasts its buckets: all ranks get one, or none."""
     run_ranks(_one_rank_watches, world_size=2, timeout_seconds=40)
+
+
+def _registers(context: RankContext) -> tuple[str, str]:
+    """Rank 1 registers a hook of its own after `attach`, that does the same as stock."""
+    exact.ROUTE_VARIABLE = "UNSET"
+    os.environ["THINWIRE_HOST"] = str(context.rank)
+    note = Trial.note
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trial, "note", lambda trial, *_: note(trial, 1.0, 1.0))
+        patch.setattr(DenseChoice, "_verdict", lambda *_: Verdict(True, "pays"))
+        model = Mixed(True)
+        model.sparse.requires_grad_(False)
+        ddp = DistributedDataParallel(model)
+        sync = thinwire.attach(ddp)
+        if context.rank == 1:
+            ddp.register_comm_hook(sync._native.process_group, lambda group, bucket: _stock(group, bucket.buffer()))
+        for step in range(12):
+            ddp(torch.arange(5) + step).backward()
+        state = sync.state_dict()
+        sync.detach()
+    return state["rows"]["reason"], state["dense"]["trial"]["reason"]
+
+
+def test_a_hook_that_a_rank_registers_after_attach_ends_all_trials_that_want_one() -> None:
+    for outcome in run_ranks(_registers, world_size=2, timeout_seconds=40):
+        rows, codes = outcome.value
+        assert rows == f"stock DDP: rank 1 has registered {trials.TAKEN}"
+        assert codes == f"rank 1 has registered {trials.TAKEN}"
 
 
 def _idle(context: RankContext) -> tuple[list[bool], str, float]:

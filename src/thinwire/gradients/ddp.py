@@ -215,6 +215,8 @@ class Plug:
     """Whether a step is a backward through the output of the model, with any passes inside of it; DDP ends each."""
     is_idle = False
     """Whether nothing is synchronized, so that every backward ends a step."""
+    is_free = True
+    """Whether buckets can be seen: not where DDP has a communication hook of somebody else."""
 
     def __init__(self) -> None:
         self._accumulates = False
@@ -489,6 +491,10 @@ class LeftToDdp(_PlugOfDdp):
         self._sparse = [weakref.ref(parameter) for parameter in trained if id(parameter) in sparse]
         self._handles: list[RemovableHandle] = []
         self._add_hooks()
+
+    @property
+    def is_free(self) -> bool:  # type: ignore[override]
+        return self._model in _dispatchers or not internals.comm_hooks(self._model)
 
     def observe(self, who: str, does: bool) -> None:
         """Let somebody see each bucket. The messages stay the same, so not all ranks have to; the hook stays, idle."""

@@ -612,7 +612,8 @@ class Synchronizer(Attached):
         links: Callable[[], Sequence[Machine]] = tuple
         if self._native is not None and self._native.is_own:
             links = partial(measured, self._native.process_group, lane, self._device)
-        return DenseChoice(lane, lossless, num_bytes, turn, None if self._staging.is_host else links)
+        own_links = None if self._staging.is_host else links
+        return DenseChoice(lane, lossless, num_bytes, turn, own_links, lambda: plug.is_free)
 
     def _agree_on_configuration(self, excluded: frozenset[str], lane: Lane) -> Tensor:
         compressed = self._compressed if lane is self._inner else None  # shards of other ranks differ

@@ -54,6 +54,7 @@ class DenseChoice:
         turn: lets gradients of these dtypes go the lossless way from the next step on; also whether that stands.
         own_links: for gradients on a GPU, measures the links of the group that sums natively, as
             `thinwire.comm.machine.measure_collectives` returns them, or () if that is the lane; None on the CPU.
+        is_free: returns whether the model can have a hook, as a script may register one after `attach`.
     """
 
     def __init__(
@@ -63,9 +64,10 @@ class DenseChoice:
         num_bytes: Mapping[torch.dtype, int],
         turn: Callable[[Sequence[torch.dtype], bool], None],
         own_links: Callable[[], Sequence[Machine]] | None = None,
+        is_free: Callable[[], bool] = lambda: True,
     ) -> None:
         self._lane, self._lossless, self._num_bytes = lane, lossless, num_bytes
-        self._turn, self._own_links, self._steps = turn, own_links, 0
+        self._turn, self._own_links, self._is_free, self._steps = turn, own_links, is_free, 0
         self._per_host = max(map(len, ranks_of_hosts(lane.exchange.hosts)))
         mine = [float(os.cpu_count() or 1), float(floats.is_possible(imports=False))]
         cores, can = zip(*lane.agree("cores and kernels of ranks", mine), strict=True)
@@ -127,13 +129,17 @@ class DenseChoice:
 
     def _play(self, arm: str, stands: bool) -> None:
         """Have the next step sum by this arm, once a price says that it is worth a test."""
+        if arm != LOSSLESS and self.trial.is_settled:
+            self._dtypes = ()  # so that it is asked before the next test whether that can be
         if arm != LOSSLESS or self._dtypes or self._may_pay():
             self._turn(self._dtypes if arm == LOSSLESS else (), stands)
 
     def _may_pay(self) -> bool:
         """Return whether the best code could pay on this link, which is measured; decline the trial if not."""
-        (can,) = zip(*self._lane.agree("who can make codes of floats", [float(floats.is_possible())]), strict=True)
-        if unable := _unable(can):
+        mine = [float(floats.is_possible()), float(self._is_free())]
+        can, free = zip(*self._lane.agree("who can make codes of floats", mine), strict=True)
+        taken = "" if all(free) else f"rank {free.index(0.0)} has registered another communication hook"
+        if unable := _unable(can) or taken:
             self._decline(unable)
             return False
         self._dtypes = tuple(one for one in self._num_bytes if self._verdict(self._best(one), one).is_lossless)

@@ -14,6 +14,7 @@ from thinwire.tune.playing import SETUP_SECONDS, Playing
 from thinwire.tune.trial import Arm, Trial
 
 STOCK = "stock DDP"
+TAKEN = "another communication hook"
 SEEN_STEPS = 8
 """Number of batches as rows, after which the schemes that may be faster than the choice are known."""
 MOST_OFFERS = 3
@@ -50,7 +51,7 @@ class RowsChoice:
         self.trial = Trial(arms, SETUP_SECONDS if self._plug is not None else 0.0)
         self._offers: set[tuple[str, ...]] = set()
         self._reason = ""
-        self._is_warm = False
+        self._is_warm = self._is_asked = False
         self._playing = Playing(lane.agree, "sums of tables", self.trial, weak(self._turn))
 
     def finish_step(self, waited: float) -> None:
@@ -77,6 +78,7 @@ class RowsChoice:
         """Continue with a decision, if it is of as many ranks, and not for stock DDP where that is no option."""
         is_option = state["standing"] != STOCK or self._plug is not None
         if is_option and state.get("world_size", self._lane.world_size) == self._lane.world_size:
+            self._is_asked = True  # at attach, and ranks do not meet in here
             self._playing.load_state_dict(state)
 
     def _offer(self) -> None:
@@ -99,13 +101,24 @@ class RowsChoice:
             return
         if is_stock:
             if stands:
+                self._is_asked = False
                 gradients.leave(self._names, self.trial.explain())
             if not self._lookups.candidates:  # else they are looked for in the first forward
                 self._lookups.remove()
             self._plug.see(ROWS, False, stands)
-        else:
+        elif not self._is_taken():
             if not self._is_warm:
                 self._is_warm = True
                 self._warm_up()
             self._lookups.install()
             self._plug.see(ROWS, True, stands)
+
+    def _is_taken(self) -> bool:
+        """Return whether a script has registered a hook since `attach`, which is asked before rows; decline then."""
+        assert self._plug is not None
+        was_asked, self._is_asked = self._is_asked, True
+        taken = [] if was_asked else self._lane.agree(TAKEN, [float(not self._plug.is_free)])
+        if [1.0] in taken:
+            self.trial.decline(f"{STOCK}: rank {taken.index([1.0])} has registered {TAKEN}")
+            self._playing.turn()
+        return [1.0] in taken

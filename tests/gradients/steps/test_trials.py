@@ -20,6 +20,15 @@ def choice(has_stock: bool, world_size: int = 2) -> tuple[RowsChoice, Any]:
     return RowsChoice(lane, gradients, plug, MagicMock(), ["table"], lambda: None), gradients
 
 
+def test_a_table_says_what_a_watch_has_seen_so_far() -> None:
+    """And not for the whole of it that nothing was tried yet."""
+    one, gradients = choice(has_stock=True)
+    for _ in range(6):
+        one.finish_step(0.0)
+    reason = f"{STOCK}: steps wait 0.0% of their time for the network"
+    assert gradients.leave.call_args.args == (["table"], reason)
+
+
 @pytest.mark.parametrize(("standing", "left"), [(STOCK, 500), (ROWS, 150)])
 @pytest.mark.parametrize("has_stock", [True, False])
 @pytest.mark.parametrize("world_size", [2, 4])

@@ -60,9 +60,11 @@ class RowsChoice:
         if not self.trial.is_timed and self.trial.arm == ROWS and len(self._offers) < MOST_OFFERS:
             self._offer()
         reason = self.trial.explain()
-        if self.trial.tests and reason != self._reason and not self.trial.is_timed:
+        if reason != self._reason and not self.trial.is_timed:
             self._reason = reason
-            if self._lane.rank == 0:
+            if self.trial.arm == STOCK:
+                self._gradients.leave(self._names, reason)
+            if self.trial.tests and self._lane.rank == 0:
                 _log.info("embedding tables are summed by %s", reason)
 
     def adopt(self, names: Sequence[str]) -> None:

@@ -240,6 +240,14 @@ def _unfrozen_under_ddp(context: RankContext) -> None:
     with pytest.warns(UserWarning, match="unfrozen after DistributedDataParallel was built"):
         model(batch(context, 0)).sum().backward()
     sync.detach()
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False))
+    model = DistributedDataParallel(module)
+    sync = thinwire.attach(model)
+    sync.watch_lane(lambda started, ended: None)
+    module.requires_grad_(True)
+    with pytest.warns(UserWarning, match="unfrozen after DistributedDataParallel was built"):
+        model(torch.ones(2, 4)).sum().backward()
+    sync.detach()
 
 
 def test_ddp_does_not_synchronize_what_is_unfrozen_and_that_is_said() -> None:

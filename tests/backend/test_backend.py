@@ -238,6 +238,26 @@ def test_a_choice_that_changes_bits_is_logged_with_the_word_that_pins_it(
     assert "THINWIRE_BACKEND='dense=native' pins it" in caplog.records[-1].getMessage()
 
 
+def test_calls_that_are_no_steps_any_more_play_what_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trial that is broken off in a step of the other arm begins again when calls are steps again."""
+    monkeypatch.setattr(backend, "warm_up", lambda wait: None)
+    monkeypatch.setattr(backend, "SETUP_SECONDS", 0.0)
+    choice = backend._Choice("coded collectives", lambda what, numbers: [list(numbers)])
+
+    def coded(calls: Sequence[str]) -> list[bool]:
+        found = []
+        for name in calls:
+            choice.note((name, 1000, torch.float32))
+            found.append(choice.codes)
+        return found
+
+    while not choice.codes:
+        coded("ab")
+    assert not any(coded([f"evaluation {number}" for number in range(50)])[1:])
+    assert choice.trial.arms[choice.trial.standing].name == "native"
+    assert any(coded("ab" * 200))
+
+
 def _decided_under_deterministic_algorithms(context: RankContext) -> list[str]:
     os.environ["THINWIRE_HOST"] = str(context.rank)
     begin(context, backend.Options(least_bytes=1000))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from functools import partial
 from itertools import count
+from time import monotonic
 
 import pytest
 import torch
@@ -17,11 +19,13 @@ import thinwire
 from clocks import SlowRange
 from thinwire.errors import told
 from thinwire.gradients import exact
-from thinwire.gradients.ddp import _dispatchers, _stock_sparse
+from thinwire.gradients.ddp import _dispatchers, _stock, _stock_sparse
 from thinwire.gradients.exact import NativeAllReduce
 from thinwire.gradients.steps import trials
+from thinwire.gradients.steps.dense import DenseChoice
 from thinwire.lab.testbed.launch import RankContext, run_ranks
 from thinwire.observe.step import Clock, Load
+from thinwire.tune.lossless import Verdict
 from thinwire.tune.trial import Trial
 
 pytestmark = pytest.mark.ranks
@@ -125,6 +129,14 @@ def test_what_torch_cannot_sum_stays() -> None:
     run_ranks(_sixteen_bits, world_size=2, timeout_seconds=60)
 
 
+class Owned(nn.Module):
+    """A table that is a parameter of the user's own module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(ROWS, WIDTH))
+
+
 class Mixed(nn.Module):
     """A sparse table and a dense one, which is looked up by a module or by a function, and a layer on top."""
 
@@ -132,7 +144,7 @@ class Mixed(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.sparse = nn.Embedding(ROWS, WIDTH, sparse=True)
-        self.dense = nn.Embedding(ROWS, WIDTH) if by_module else nn.Linear(WIDTH, ROWS, bias=False)
+        self.dense = nn.Embedding(ROWS, WIDTH) if by_module else Owned()
         self.over = nn.Linear(2 * WIDTH, 1)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -199,10 +211,100 @@ def test_a_trial_in_which_rows_are_faster_keeps_them(by_module: bool) -> None:
     assert all(hooked[12:])
 
 
-def _untouched(context: RankContext) -> set[str]:
+def _one_rank_watches(context: RankContext) -> None:
+    """Rank 0 looks at each bucket of a trial, in which stock wins, and then no more."""
+    exact.ROUTE_VARIABLE = "UNSET"
+    note, seconds = Trial.note, {trials.STOCK: 1.0, trials.ROWS: 3.2}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trial, "note", lambda trial, *_: note(trial, seconds.get(trial.arm, 9.0), 1.0))
+        ddp = DistributedDataParallel(Mixed(True))
+        sync = thinwire.attach(ddp)
+        if context.rank == 0:
+            sync.watch_lane(lambda started, ended: None)
+        for step in range(20):
+            _trained(ddp, context.rank, step)
+        assert sync.state_dict()["rows"]["standing"] == trials.STOCK
+        assert sync.state_dict()["rows"]["tests"] == 1
+        assert bool(ddp._comm_hooks) == (context.rank == 0)
+        if context.rank == 0:
+            sync.watch_lane(None)
+        for step in range(2):
+            _trained(ddp, context.rank, step)
+        assert context.rank or _dispatchers[ddp].target is None, "idle, until all ranks drop it"
+        sync.detach()
+        again = thinwire.attach(ddp)
+        _trained(ddp, context.rank, 0)
+        assert not ddp._comm_hooks
+        again.detach()
+
+
+def test_one_rank_may_watch_while_all_leave_a_model_to_ddp() -> None:
+    """A reducer that never had a hook broadcasts its buckets: all ranks get one, or none."""
+    run_ranks(_one_rank_watches, world_size=2, timeout_seconds=40)
+
+
+def _registers(context: RankContext) -> tuple[str, str]:
+    """Rank 1 registers a hook of its own after `attach`, that does the same as stock."""
+    exact.ROUTE_VARIABLE = "UNSET"
+    os.environ["THINWIRE_HOST"] = str(context.rank)
+    note = Trial.note
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trial, "note", lambda trial, *_: note(trial, 1.0, 1.0))
+        patch.setattr(DenseChoice, "_verdict", lambda *_: Verdict(True, "pays"))
+        model = Mixed(True)
+        model.sparse.requires_grad_(False)
+        ddp = DistributedDataParallel(model)
+        sync = thinwire.attach(ddp)
+        if context.rank == 1:
+            ddp.register_comm_hook(sync._native.process_group, lambda group, bucket: _stock(group, bucket.buffer()))
+        for step in range(12):
+            ddp(torch.arange(5) + step).backward()
+        state = sync.state_dict()
+        sync.detach()
+    return state["rows"]["reason"], state["dense"]["trial"]["reason"]
+
+
+def test_a_hook_that_a_rank_registers_after_attach_ends_all_trials_that_want_one() -> None:
+    for outcome in run_ranks(_registers, world_size=2, timeout_seconds=40):
+        rows, codes = outcome.value
+        assert rows == f"stock DDP: rank 1 has registered {trials.TAKEN}"
+        assert codes == f"rank 1 has registered {trials.TAKEN}"
+
+
+def _idle(context: RankContext) -> tuple[list[bool], str, float]:
+    """Whether steps of a model whose hook is seen, and then idle, have stock's bits; then rank 1 fails in one."""
+    exact.ROUTE_VARIABLE = "UNSET"
+    same = []
+    stock, ddp = (DistributedDataParallel(Mixed(True), process_group=dist.new_group()) for _ in range(2))
+    sync = thinwire.attach(ddp)
+    sync.watch_lane(lambda started, ended: None)
+    for step in range(6):
+        if step == 3:
+            sync.watch_lane(None)
+        pairs = zip(_trained(ddp, context.rank, step), _trained(stock, context.rank, step), strict=True)
+        same.append(all(torch.equal(mine, theirs) for mine, theirs in pairs))
+    assert _dispatchers[ddp].target is None
+    if context.rank == 1:
+        ddp.module.over.weight.register_hook(_fail)
+    started = monotonic()
+    with pytest.raises((RuntimeError, ValueError)) as caught:
+        _trained(ddp, context.rank, 6)
+    sync.detach()
+    return same, str(caught.value), monotonic() - started
+
+
+def test_an_idle_hook_has_the_bits_of_stock_and_hangs_up_for_a_rank_that_fails() -> None:
+    for outcome in run_ranks(_idle, world_size=3, timeout_seconds=60):
+        same, error, seconds = outcome.value
+        assert all(same), same
+        assert "on all ranks" in error if outcome.rank == 1 else "rank" in error, error
+        assert seconds < LIMIT_SECONDS
+
+
+def _untouched(context: RankContext, by_module: bool) -> set[str]:
     """What a job whose network is fast never pays for."""
     exact.ROUTE_VARIABLE = "UNSET"
-    ddp = DistributedDataParallel(Mixed(True))
+    ddp = DistributedDataParallel(Mixed(by_module))
     sync = thinwire.attach(ddp)
     hooks = (ddp.module.sparse, ddp.module.dense, ddp.module.dense.weight)
     for step in range(20):
@@ -210,12 +312,16 @@ def _untouched(context: RankContext) -> set[str]:
     assert not any(getattr(one, name) for one in hooks[:2] for name in ("_forward_hooks", "_forward_pre_hooks"))
     assert not hooks[2]._backward_hooks
     assert sync._lane._machine is None
+    tables = {sync._names[key] for key in sync._buckets._tables}
     sync.detach()
-    return set()
+    return tables
 
 
-def test_before_stock_has_waited_nothing_is_hooked_and_nothing_is_measured() -> None:
-    run_ranks(_untouched, world_size=2, timeout_seconds=60)
+@pytest.mark.parametrize("by_module", [True, False])
+def test_before_stock_has_waited_nothing_is_hooked_and_nothing_is_measured(by_module: bool) -> None:
+    """But a table that no module announces has been seen in the first forward."""
+    for outcome in run_ranks(_untouched, by_module, world_size=2, timeout_seconds=60):
+        assert outcome.value == {"dense.weight"}
 
 
 def _keeps_its_gradient(context: RankContext) -> list[bool]:

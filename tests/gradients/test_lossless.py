@@ -341,6 +341,8 @@ def _decides(
                 torch.testing.assert_close(parameter.grad, expected[name], atol=1e-5, rtol=1e-4)
             seen.append((bool(lossless.dtypes), lossless.reason))
         assert sync.stats()["comm/bytes_sent"] == sum(int(row["total_bytes"]) for row in sync.table())
+        if isinstance(wrapped, DistributedDataParallel) and model.table is None:
+            assert bool(wrapped._comm_hooks) == bool(lossless.dtypes), "what native sums win has no hook"
         sync.detach()
     pinned = [line.partition('; dense="')[0] for line in said if "pins that" in line]
     decided = dict.fromkeys(reason for _, reason in seen if "are summed" in reason)
@@ -380,6 +382,21 @@ def test_auto_declines_where_bytes_cost_nothing() -> None:
 def _decides_to_decline(context: RankContext, machine: Machine, hosts: bool, can_code: bool) -> list[tuple[bool, str]]:
     with nullcontext() if can_code or context.rank == 0 else kernels.using("reference"):
         return _decides(context, DistributedDataParallel, machine, 0.28, hosts)
+
+
+BETWEEN = Machine(1e-9, 1e-9, 8e-10, 8e-10, 1e-9, *[1e-8, 1e-10] * 3)
+
+
+def _decides_on(context: RankContext, cores: Sequence[int]) -> list[tuple[bool, str]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "cpu_count", lambda: cores[context.rank])
+        return _decides(context, DistributedDataParallel, BETWEEN, 0.28, True)
+
+
+def test_hosts_of_different_numbers_of_cores_decide_alike() -> None:
+    """By this link a code pays with 64 cores, and not with one: the host that has the fewest decides."""
+    for outcome in run_ranks(_decides_on, (64, 1), world_size=2, timeout_seconds=60):
+        assert outcome.value[-1] == (False, "dense gradients are summed natively: no code could pay on this link")
 
 
 def _is_refused(context: RankContext, dense: str) -> str:
@@ -426,6 +443,14 @@ def _goes_on(context: RankContext) -> None:
             assert same_bits(one.grad, other.grad)
         assert restored.stats()["lossless/values"] > 0
         restored.detach()
+        with kernels.using("reference") if context.rank else nullcontext():
+            third = DistributedDataParallel(copy.deepcopy(model))
+            unable = thinwire.attach(third)
+            unable.load_state_dict(saved)
+            third(batch_of(model, context.rank, 19)).backward()
+            assert unable._lossless.reason.startswith("dense gradients are summed natively: rank 1 cannot run compiled")
+            assert not unable._lossless.dtypes
+            unable.detach()
 
 
 def test_a_decision_is_part_of_the_state() -> None:

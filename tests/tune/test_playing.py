@@ -59,3 +59,20 @@ def test_a_step_that_is_forgotten_counts_for_nothing(monkeypatch: pytest.MonkeyP
         played.forget()
     assert not lane.gathered
     assert played.trial.steps == 0
+
+
+def test_the_step_in_which_a_state_is_loaded_counts_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that goes back to a checkpoint has restored models and optimizers in it."""
+    clock, turned = [0.0], list[str]()
+    monkeypatch.setattr(playing.time, "perf_counter", lambda: clock[0])
+    lane: Any = Ranks()
+    played = Playing(lane.agree, "sums", Trial([Arm("stock"), Arm("ours")]), lambda arm, _: turned.append(arm))
+    for _ in range(3):
+        played.finish_step()
+        clock[0] += 1.0
+    state = {**played.trial.state_dict(), "standing": "ours", "left": 5}
+    clock[0] += 1000.0
+    played.load_state_dict(state)
+    played.finish_step()
+    assert turned[-1] == "ours"
+    assert played.trial.state_dict() == state, "neither a step nor regret"

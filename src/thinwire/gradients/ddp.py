@@ -134,9 +134,8 @@ class _Dispatcher:
             )
         if self.target is not None:
             return self.target(bucket)
-        if bucket.buffer().is_sparse:
-            return _stock_sparse(self.process_group, bucket.buffer())
-        return allreduce_hook(self.process_group, bucket)
+        start = _stock_sparse if bucket.buffer().is_sparse else _stock
+        return start(self.process_group, bucket.buffer())
 
 
 _dispatchers: WeakKeyDictionary[DistributedDataParallel, _Dispatcher] = WeakKeyDictionary()
@@ -178,18 +177,23 @@ def uninstall(ddp: DistributedDataParallel) -> None:
 def renew(ddp: DistributedDataParallel) -> bool:
     """Give ``ddp`` a reducer that has never had a hook, between two backward passes; return whether that was possible.
 
-    DDP does the same when it is read from a file. It is left out where parts of the old one live on: gradients in its
-    buckets, the order of a static graph, or hooks of torch's own.
+    All ranks do, as a new one broadcasts its buckets. DDP does the same when it is read from a file. It is left out
+    where parts of the old one live on: gradients in its buckets, the order of a static graph, or hooks of torch's own.
     """
-    if ddp not in _dispatchers:
-        return True
     is_plain = not (ddp.static_graph or ddp.gradient_as_bucket_view or ddp.mixed_precision)
-    if not is_plain or len(internals.comm_hooks(ddp)) != 1 or internals.delays_all_reduces(ddp):
+    if not is_plain or len(internals.comm_hooks(ddp)) > (ddp in _dispatchers) or internals.delays_all_reduces(ddp):
         return False
-    del _dispatchers[ddp]
+    _dispatchers.pop(ddp, None)
     internals.renew_reducer(ddp)
     keep_group(ddp)
     return True
+
+
+def _stock(process_group: dist.ProcessGroup, gradient: Tensor) -> Future[Tensor]:
+    """Start a mean of the bits of DDP without a hook, which multiplies, where torch's `allreduce_hook` divides."""
+    work = dist.all_reduce(gradient.mul_(1.0 / process_group.size()), group=process_group, async_op=True)
+    assert work is not None
+    return work.get_future().then(lambda done: (done.value(), gradient)[1])
 
 
 def _stock_sparse(process_group: dist.ProcessGroup, gradient: Tensor) -> Future[Tensor]:
@@ -207,6 +211,8 @@ class Plug:
     """Whether a step is a backward through the output of the model, with any passes inside of it; DDP ends each."""
     is_idle = False
     """Whether nothing is synchronized, so that every backward ends a step."""
+    is_free = True
+    """Whether buckets can be seen: not where DDP has a communication hook of somebody else."""
 
     def __init__(self) -> None:
         self._accumulates = False
@@ -231,6 +237,9 @@ class Plug:
 
     def adopt(self, tables: Sequence[nn.Parameter]) -> None:
         """Let these parameters travel as rows from the next pass on; on all ranks, and between two passes."""
+
+    def observe(self, who: str, does: bool) -> None:
+        """Let somebody on this rank see each bucket from now on, or, from the end of a step on, no more."""
 
     def reset(self) -> None:
         """Forget a backward that was not completed."""
@@ -433,6 +442,10 @@ def is_joining(model: nn.Module | None) -> bool:
     return bool(getattr(getattr(model, internals.JOIN_CONFIG, None), "enable", False))
 
 
+ROWS, CODES = "rows", "codes"
+"""Why all ranks see the buckets of a model that is left to DDP otherwise."""
+
+
 class LeftToDdp(_PlugOfDdp):
     """The plug of a DDP model left to DDP: it detects the end of backward passes, and counts the bytes that DDP sends.
 
@@ -444,7 +457,7 @@ class LeftToDdp(_PlugOfDdp):
         native: statistics of bytes.
         lane: statistics of seconds: those for which backward waits, as no others can be measured.
         begin: arranges for `finish` and `deliver` to be called, when DDP has waited for its buckets.
-        hooked: returns a plug that sees each bucket of the model, for `observe`.
+        hooked: returns a plug that sees each bucket of the model.
 
     Raises:
         ValueError: another communication hook is registered.
@@ -462,7 +475,10 @@ class LeftToDdp(_PlugOfDdp):
         super().__init__(model)
         self._native, self._lane, self._begin, self._hooked = native, lane, begin, hooked
         self._seen: DdpPlug | None = None
-        self._is_observed = self._sums_rows = self._is_stale = False
+        self._observers = set[str]()  # on this rank, of buckets that stay as they are
+        self._reasons = set[str]()  # that all ranks have to see the buckets
+        had_hook = lane.agree("whose model has had a hook", [float(model in _dispatchers)])
+        self._has_hook = self._is_stale = [1.0] in had_hook
         self._since: float | None = None  # end of computing in the running backward
         self._use_group(native.process_group)
         sparse = {id(weight) for weight in sparse_tables_of(model.module)}
@@ -472,29 +488,37 @@ class LeftToDdp(_PlugOfDdp):
         self._handles: list[RemovableHandle] = []
         self._add_hooks()
 
-    def observe(self) -> None:
-        """Record each bucket from now on. The messages stay the same, so not all ranks have to."""
-        self._is_observed = True
-        self._settle()
+    @property
+    def is_free(self) -> bool:  # type: ignore[override]
+        return self._model in _dispatchers or not internals.comm_hooks(self._model)
 
-    def sum_rows(self, does: bool, for_long: bool) -> None:
-        """See the buckets of the next steps to sum rows, or not any more: ``for_long``, or for a step of a trial."""
-        self._sums_rows = does
+    def observe(self, who: str, does: bool) -> None:
+        """Let somebody see each bucket. The messages stay the same, so not all ranks have to; the hook stays, idle."""
+        (self._observers.add if does else self._observers.discard)(who)
+        if does:
+            self._settle()
+
+    def see(self, why: str, does: bool, for_long: bool) -> None:
+        """See the buckets of the next steps for a reason of all ranks, or not any more: for long, or in a trial."""
+        (self._reasons.add if does else self._reasons.discard)(why)
+        self._has_hook |= does
         self._settle()
-        self._is_stale = for_long and self._seen is None
+        self._is_stale = for_long and self._has_hook and not self._reasons
 
     def before_forward(self) -> None:
-        """Drop the hook, which DDP would call with each bucket for life, if the model is left to DDP for long."""
+        """Drop the hook, which DDP would call with each bucket for life, if all ranks leave the model to DDP."""
         if self._is_stale:
-            self._is_stale = False
-            model = self._model
-            before = model.reducer
-            if renew(model) and model.reducer is not before:
+            self._is_stale = self._has_hook = False
+            observers, self._observers = self._observers, set()
+            self._settle()
+            if renew(self._model):
                 self._use_group(self._native.process_group)
-                model.reducer.prepare_for_forward()  # DDP has done that with the other one
+                self._model.reducer.prepare_for_forward()  # DDP has done that with the other one
+            self._observers = observers
+            self._settle()
 
     def _settle(self) -> None:
-        if (self._is_observed or self._sums_rows) == (self._seen is not None):
+        if bool(self._observers or self._reasons) == (self._seen is not None):
             return
         if self._seen is None:
             self._remove_hooks()
@@ -502,10 +526,16 @@ class LeftToDdp(_PlugOfDdp):
         else:
             self._seen.remove()
             self._seen = None
+            self._use_group(self._native.process_group)
             self._add_hooks()
 
     def _use_group(self, group: Any) -> None:
-        """Have DDP send its buckets through its own group, or through that which hangs up, if it is another."""
+        """Have DDP send its buckets through its own group, or through that which hangs up, if it is another.
+
+        An idle hook does the same, as other ranks may have none.
+        """
+        if self._model in _dispatchers:
+            _dispatchers[self._model].process_group = group
         if self._native.process_group != self._model.process_group:
             internals.update_process_group(self._model, group)
 
@@ -525,20 +555,25 @@ class LeftToDdp(_PlugOfDdp):
         return self._since
 
     def deliver(self) -> None:
-        if not self._sums_rows:
+        if ROWS not in self._reasons:
             self._native.count_rows([one for weak in self._sparse if (one := weak()) is not None])
         if self._since is not None:
             self._lane.note_busy(self._since, time.perf_counter())
             self._since = None
+        if self._seen is not None:
+            self._seen.deliver()
+            self._settle()
 
     def reset(self) -> None:
         self._since = None
+        if self._seen is not None:
+            self._seen.reset()
 
     def remove(self) -> None:
         self._remove_hooks()
-        self._use_group(self._model.process_group)
         if self._seen is not None:
             self._seen.remove()
+        self._use_group(self._model.process_group)
 
     def _send(self) -> None:
         if self._seen is None:

@@ -506,7 +506,7 @@ class NativeAllReduce:
             except RuntimeError as error:
                 future.set_exception(lost(error))  # type: ignore[arg-type]
                 return
-            gradient._values().mul_(1.0 / world_size)
+            gradient._values().div_(world_size)  # as DDP does with sparse ones
             job.ended = time.perf_counter()
             future.set_result(gradient)
 

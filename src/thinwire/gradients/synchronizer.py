@@ -29,7 +29,7 @@ from thinwire.gradients.buckets import Buckets, Sums, as_real
 from thinwire.gradients.collective import CollectiveTables, measured
 from thinwire.gradients.compressed import CompressedSync, Statistics
 from thinwire.gradients.compression import GradScaler, Methods
-from thinwire.gradients.ddp import Alone, DdpPlug, LeftToDdp, Plug, keep_group, keeps_buckets
+from thinwire.gradients.ddp import CODES, ROWS, Alone, DdpPlug, LeftToDdp, Plug, keep_group, keeps_buckets
 from thinwire.gradients.exact import GradientSync, NativeAllReduce, is_gloo, is_native, route_asked_for
 from thinwire.gradients.lossless import LosslessSync
 from thinwire.gradients.module import module_of, synchronized_buffers, synchronized_parameters
@@ -386,7 +386,6 @@ class Synchronizer(Attached):
             ...     train(steps=3)
             >>> trace.save("step.json")             # doctest: +SKIP
         """
-        self._observe()
         return self._steps.start_trace(steps)
 
     def watch_lane(self, watcher: Callable[[float, float], None] | None) -> None:
@@ -395,14 +394,9 @@ class Synchronizer(Attached):
         Those are the times when the network is busy. It is called on the thread of the lane as a job ends, and for
         all-reduces of buckets at the end of backward. None removes the watcher.
         """
-        self._observe()
+        self._plug.observe("a watcher", watcher is not None)
         for lane in self._lanes:
             lane.watcher = watcher
-
-    def _observe(self) -> None:
-        """Let traces and watchers see each bucket from now on."""
-        if isinstance(self._plug, LeftToDdp):
-            self._plug.observe()
 
     def detach(self) -> None:
         """Remove all hooks and release the lane, on all ranks; a DDP model is stock again. Safe to call twice.
@@ -614,17 +608,18 @@ class Synchronizer(Attached):
                 num_bytes[dtype] = num_bytes.get(dtype, 0) + parameter.nbytes
         plug, lane = self._plug, self._lane  # and not this object, which holds the model
 
-        def turn(dtypes: Sequence[torch.dtype]) -> None:
+        def turn(dtypes: Sequence[torch.dtype], stands: bool) -> None:
             assert lossless is not None
             lossless.turn(dtypes)
             lane.codes_values = bool(dtypes) or lossless.is_asked_for
-            if dtypes and isinstance(plug, LeftToDdp):
-                plug.observe()
+            if isinstance(plug, LeftToDdp):
+                plug.see(CODES, bool(dtypes), stands)
 
         links: Callable[[], Sequence[Machine]] = tuple
         if self._native is not None and self._native.is_own:
             links = partial(measured, self._native.process_group, lane, self._device)
-        return DenseChoice(lane, lossless, num_bytes, turn, None if self._staging.is_host else links)
+        own_links = None if self._staging.is_host else links
+        return DenseChoice(lane, lossless, num_bytes, turn, own_links, lambda: plug.is_free)
 
     def _agree_on_configuration(self, excluded: frozenset[str], lane: Lane) -> Tensor:
         compressed = self._compressed if lane is self._inner else None  # shards of other ranks differ
@@ -652,11 +647,13 @@ def _adopt_tables(
     """Adopt the tables that the first step has shown; return the choice of their schemes, given that of the others."""
     tables = buckets.adopt()
     plug.adopt(tables)
-    if tables and rows is None:
-        if begin is not None:
-            return begin([names[id(table)] for table in tables])
-        if isinstance(plug, LeftToDdp):
-            plug.sum_rows(True, True)
+    found = [names[id(table)] for table in tables]
+    if rows is not None:
+        rows.adopt(found)
+    elif found and begin is not None:
+        return begin(found)
+    elif found and isinstance(plug, LeftToDdp):
+        plug.see(ROWS, True, True)
     return rows
 
 

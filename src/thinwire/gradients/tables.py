@@ -205,6 +205,7 @@ class LookupRows:
 
     def adopt(self, parameters: Sequence[nn.Parameter]) -> None:
         """Take candidates as tables from the next forward on; all ranks take the same."""
+        self.candidates = []
         for parameter in parameters:
             self.parameters.append(parameter)
             self._settle_after(parameter)

@@ -1,7 +1,8 @@
 """Play the arms of a trial in the steps of a training: time them, gather their seconds, and turn to the next arm."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from torch.futures import Future
 
@@ -62,9 +63,16 @@ class Playing:
             self._playing = playing
             self._turn(*playing)
 
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue with the trial of another run, see `Trial.state_dict`."""
+        self.trial.load_state_dict(state)
+        self.forget()
+
     def forget(self) -> None:
-        """Do not time the step that runs."""
+        """Do not time the step that runs, and play what stands: there may be no more steps for a while."""
         self._since = None
+        self.trial.interrupt()
+        self.turn()
 
 
 def answered(numbers: Numbers) -> list[list[float]]:

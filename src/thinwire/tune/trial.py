@@ -10,19 +10,23 @@ arm is stock: it plays until another one has won, and again in pairs with whatev
    waits never pays.
 2. *Test.* A challenger plays against the arm that stands, in pairs of neighbouring steps, in the order of Thue and
    Morse (ABBA BAAB), so that neither has the better half of a drift. A step takes as long as on its slowest rank. A
-   pair is won if the challenger is faster by `GAIN`. Whether it wins more than half of them is tested by a gambler who
+   pair is void if kernels were compiled in it, or one of its steps took `DECISIVE` times as long as the last ones of its
+   arm, as when somebody evaluates. Any other is won if the challenger is faster by `GAIN`. Whether it wins more than half of them is tested by a gambler who
    bets on wins at fair odds: whatever the noise, his capital reaches c with a probability of at most 1 / c where wins
    are no likelier than losses (Ville), at any time. So tests may end as soon as they can, and all tests of a life
    together take an arm that is not faster with a probability of at most `ERROR`.
-3. *Bounded regret.* What pairs cost more than the standing arm alone would have is at most `FIRST_REGRET` steps and a
+   What is faster by `DECISIVE` in `WON_PAIRS` in a row wins at once.
+3. *Bounded regret.* What pairs that are not void cost more than the standing arm alone would have is at most `FIRST_REGRET` steps and a
    share of `REGRET_SHARE` of all steps, and the last block of pairs. A test that would exceed that waits.
 4. *Rest, and look again.* Where stock stands nothing is measured at all; a challenger that lost comes back after
    `LOOK_STEPS`, then twice that number, and so on. An arm that won plays a pair against stock every `CHECK_STEPS`;
-   a gambler bets on stock, never with less than his first capital, and takes it back.
+   a gambler bets on stock, never with less than his first capital, and takes it back. Where stock is no faster in half
+   of the pairs, that happens once in 1 / `ERROR` of them on average, or less often (Page's test).
 """
 
 import math
 import statistics
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,7 +38,12 @@ MISSED = 0.2
 GAIN = 0.05
 """Share by which a step of a challenger must be faster; so arms of equal speed do not alternate."""
 DECISIVE = 3.0
-"""Factor of speed that decides a test if two pairs in a row show it: no more steps are spent on the slower arm."""
+"""Factor of speed that decides a test if pairs in a row show it: no more steps are spent on the slower arm. A step that
+takes so many times as long as its arm did lately is disturbed, as by an evaluation, and decides nothing."""
+LOST_PAIRS, WON_PAIRS = 2, 3
+"""Numbers of such pairs; more for a change of what stands, which a disturbed step of the standing arm would look like
+where nothing is known yet of how long it takes."""
+LATELY = 5
 STAKES = (0.4, 0.9)
 """Shares of their capital that the gamblers bet: a careful one, for noisy pairs, and a bold one, for clear ones."""
 MOST_PAIRS = 32
@@ -109,6 +118,7 @@ class Trial:
         self._ratios: list[float] = []  # of seconds of the challenger over seconds of the standing arm
         self._forecast = {0: 1.0}  # the last measured one of each arm to stock
         self._for, self._against, self._doubt = Gambler(), Gambler(), Gambler(least=1.0)
+        self._lately: dict[int, deque[float]] = {}  # seconds of the last steps of each arm on this rank
         self._block: list[int] = []  # arms of the steps of the running pairs
         self._numbers: list[float] = []
         self._left = 0  # steps of the standing arm, where no pairs run
@@ -158,6 +168,10 @@ class Trial:
             is_typical: whether it says anything about later ones: not if kernels were compiled in it.
         """
         self.steps += 1
+        arm = self._block[len(self._numbers)] if self._block else self.standing
+        lately = self._lately.setdefault(arm, deque(maxlen=LATELY))
+        is_typical &= not lately or seconds <= DECISIVE * statistics.median(lately)
+        lately.append(seconds)
         if self._block:
             self._numbers.append(seconds if is_typical else -seconds)
             return self._numbers if len(self._numbers) == len(self._block) else None
@@ -183,10 +197,10 @@ class Trial:
         seen = 0
         for one in range(0, len(block), 2):
             mine, standing = (one, one + 1) if block[one] == self._challenger else (one + 1, one)
-            ratio = slowest[mine] / max(slowest[standing], 1e-9)
-            self.regret = max(0.0, self.regret + ratio - 1.0)
             if is_typical[one] and is_typical[one + 1]:
                 seen += 1
+                ratio = slowest[mine] / max(slowest[standing], 1e-9)
+                self.regret = max(0.0, self.regret + min(ratio, max(DECISIVE, self._expected())) - 1.0)
                 self._ratios.append(ratio)
         self._pairs += seen
         self._voids = 0 if seen else self._voids + 1
@@ -196,6 +210,12 @@ class Trial:
             self._judge_test(self._ratios[-seen:])
         else:
             self._pause(min(CHECK_STEPS, SOON_STEPS**self._voids), "_play")
+
+    def interrupt(self) -> None:
+        """Break off the running pairs, whose numbers are not complete; they begin again after the next step."""
+        if self.is_timed:
+            self._pause(1, "_play")
+            self._numbers = []
 
     def decline(self, reason: str) -> None:
         """Let stock stand, because prices say so: a challenger is not worth a test, or not any more."""
@@ -229,7 +249,7 @@ class Trial:
         self.standing = names.index(state["standing"])
         self.steps, self.regret, self._why = int(state["steps"]), float(state["regret"]), str(state["reason"])
         self.tests, self._looks, left = int(state["tests"]), int(state["looks"]), int(state["left"])
-        self._block, self._numbers, self._ratios = [], [], []
+        self._block, self._numbers, self._ratios, self._lately = [], [], [], {}
         self._waiting = [index for index in range(1, len(names)) if index != self.standing and not left]
         if self.standing:
             self._setup_seconds = 0.0
@@ -254,6 +274,7 @@ class Trial:
             self.tests += 1
             self._for, self._against = Gambler(), Gambler()
             self._pairs, self._ratios, self._wins = 0, [], []
+            self._lately.pop(self._challenger, None)  # of an earlier test
             self._play()
         elif self.standing:
             self._doubt = Gambler(least=1.0)
@@ -281,12 +302,12 @@ class Trial:
     def _check(self) -> None:
         """Play a pair of the standing arm and stock."""
         self._challenger = self._pairs = 0
-        self._ratios = self._ratios[-1:]
+        self._ratios = self._ratios[1 - WON_PAIRS :]
         self._play()
 
     def _play(self) -> None:
         """Play the next pairs, once they are expected to keep the regret within its bound."""
-        pairs = 1 if self._challenger == 0 or self._pairs < 2 else 2 if self._pairs < 6 else 4
+        pairs = 1 if self._challenger == 0 or self._pairs < WON_PAIRS else 2 if self._pairs < 6 else 4
         missing = self.regret + pairs * max(0.0, self._expected() - 1.0) - FIRST_REGRET - REGRET_SHARE * self.steps
         if missing > 0.0:
             self._pause(math.ceil(missing / REGRET_SHARE), "_play")
@@ -296,13 +317,15 @@ class Trial:
         self._block = [one for order in orders for one in (both[::-1] if order else both)]
 
     def _expected(self) -> float:
-        """Return the expected ratio of a step of the challenger to one of the standing arm."""
-        if self._ratios:
-            return statistics.median(self._ratios[-3:])
+        """Return the expected ratio of a step of the challenger to one of the standing arm.
+
+        A single pair may be disturbed where its arm has not played before: beyond `DECISIVE` it says no more than that.
+        """
         mine, standing = (
             self._forecast.get(index, self.arms[index].price or 1.0) for index in (self._challenger, self.standing)
         )
-        return mine / standing
+        known = max(DECISIVE, mine / standing)
+        return min(known, statistics.median_low(self._ratios[-3:])) if self._ratios else mine / standing
 
     def _judge_test(self, ratios: Sequence[float]) -> None:
         for ratio in ratios:
@@ -310,14 +333,18 @@ class Trial:
             self._for.bet(has_won)
             self._against.bet(not has_won)
             self._wins.append(has_won)
-        least, most = min(self._ratios[-2:]), max(self._ratios[-2:])
-        is_clear = len(self._ratios) >= 2
-        if self._for.capital >= self.tests * (self.tests + 1) / ERROR or (is_clear and most * DECISIVE < 1.0):
+        is_lost = len(self._ratios) >= LOST_PAIRS and min(self._ratios[-LOST_PAIRS:]) > DECISIVE
+        if self._for.capital >= self.tests * (self.tests + 1) / ERROR or self._is_won:
             self._end_test(has_won=True)
-        elif self._against.capital >= 1.0 / MISSED or (is_clear and least > DECISIVE) or len(self._wins) >= MOST_PAIRS:
+        elif self._against.capital >= 1.0 / MISSED or is_lost or len(self._wins) >= MOST_PAIRS:
             self._end_test(has_won=False)
         else:
             self._play()
+
+    @property
+    def _is_won(self) -> bool:
+        """Whether the last pairs show a challenger that is faster beyond doubt."""
+        return len(self._ratios) >= WON_PAIRS and max(self._ratios[-WON_PAIRS:]) * DECISIVE < 1.0
 
     def _end_test(self, has_won: bool) -> None:
         ratio = statistics.median(self._ratios)
@@ -328,16 +355,15 @@ class Trial:
             f" {len(self._wins)} pairs"
         )
         self._forecast[self._challenger] = ratio * self._forecast.get(self.standing, 1.0)
-        self._ratios = [1.0 / self._forecast[self._challenger]]
         if has_won:
             self.standing = self._challenger
+        self._ratios = [1.0 / self._forecast.get(self.standing, 1.0)]  # of stock to it, for the next check
         self._go_on()
 
     def _judge_check(self) -> None:
         ratio = self._ratios[-1]
         self._doubt.bet(ratio < 1.0)
-        is_clear = max(self._ratios[-2:]) * DECISIVE < 1.0 and len(self._ratios) >= 2
-        if self._doubt.capital >= 1.0 / ERROR or is_clear:
+        if self._doubt.capital >= 1.0 / ERROR or self._is_won:
             self._why = f"{self.arms[0].name}: {self.arms[self.standing].name} has become slower"
             self.standing = 0
             self._looks += 1

@@ -390,13 +390,13 @@ def test_a_plan_that_does_not_pay_is_dropped_and_its_memories_are_handed_out() -
         results = on_ranks(3, lambda network: slower(network, 0.3, fallback=True))
     told = [str(warning.message) for warning in seen if "dropped" in str(warning.message)]
     assert len(told) == 1, "by rank 0, once"
-    assert "a step with the plan takes 3.33 times as long; exact synchronization won 2 of 2 pairs" in told[0]
+    assert "a step with the plan takes 3.33 times as long; exact synchronization won 3 of 3 pairs" in told[0]
     assert f"added to the gradients of the next {FLUSH_STEPS} steps" in told[0]
     for local, means, compressed, left, driven in results:
         assert compressed == results[0][2]
         assert compressed[:4] == [True] * 4
-        assert compressed[4:8].count(False) == 2, "two pairs of steps"
-        assert compressed[8:] == [False] * (len(compressed) - 8), "and then it is dropped"
+        assert compressed[4:10].count(False) == 3, "three pairs of steps"
+        assert compressed[10:] == [False] * (len(compressed) - 10), "and then it is dropped"
         assert all(float(memory.abs().max()) == 0.0 for memory in left.values())
         assert driven.execution.stats()["plan/dropped"] == 1.0
         for name in WEIGHTS:
@@ -415,7 +415,7 @@ def test_a_plan_that_does_not_pay_is_only_reported_unless_asked_for() -> None:
     assert len(told) == 1
     for _, _, compressed, _, driven in results:
         assert compressed[-1]
-        assert compressed.count(False) == 2, "tested once"
+        assert compressed.count(False) == 3, "tested once"
         assert driven.execution.stats()["plan/dropped"] == 0.0
 
 
@@ -446,6 +446,24 @@ def test_a_state_goes_on_where_it_was() -> None:
         with pytest.raises(ValueError, match="are of other parameters"):
             again.execution.check_state(state | {"groups": [["first.weight"]]})
         return again.names() == driven.names() and len(again.rank.times.jobs) == 2
+
+    assert on_ranks(2, run) == [True, True]
+
+
+def test_a_state_that_is_loaded_during_a_test_ends_its_pause() -> None:
+    """A run that goes back while the plan is tested would never compress again."""
+
+    def run(network: LoopbackExchange) -> bool:
+        driven = Driven.made(
+            network, PACE, compress.top_k(0.02), groups=PAIRS, predicted_seconds=1.0, dense_seconds=0.5
+        )
+        state = json.loads(json.dumps(driven.execution.state_dict()))
+        number = 0
+        while driven.rank.buckets.compresses("first.weight"):
+            driven.step(number, 1.0)
+            number += 1
+        driven.execution.load_state_dict(state)
+        return driven.rank.buckets.compresses("first.weight")
 
     assert on_ranks(2, run) == [True, True]
 

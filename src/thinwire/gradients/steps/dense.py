@@ -49,9 +49,10 @@ class DenseChoice:
         lane: the lane of all ranks, which are on several hosts.
         lossless: what takes the lossless way.
         num_bytes: bytes of all gradients of each dtype.
-        turn: lets gradients of these dtypes go the lossless way from the next step on.
+        turn: lets gradients of these dtypes go the lossless way from the next step on; also whether that stands.
         own_links: for gradients on a GPU, measures the links of the group that sums natively, as
             `thinwire.comm.machine.measure_collectives` returns them, or () if that is the lane; None on the CPU.
+        is_free: returns whether the model can have a hook, as a script may register one after `attach`.
     """
 
     def __init__(
@@ -59,12 +60,17 @@ class DenseChoice:
         lane: Lane,
         lossless: LosslessSync,
         num_bytes: Mapping[torch.dtype, int],
-        turn: Callable[[Sequence[torch.dtype]], None],
+        turn: Callable[[Sequence[torch.dtype], bool], None],
         own_links: Callable[[], Sequence[Machine]] | None = None,
+        is_free: Callable[[], bool] = lambda: True,
     ) -> None:
         self._lane, self._lossless, self._num_bytes = lane, lossless, num_bytes
-        self._turn, self._own_links, self._steps = turn, own_links, 0
+        self._turn, self._own_links, self._is_free, self._steps = turn, own_links, is_free, 0
         self._per_host = max(map(len, ranks_of_hosts(lane.exchange.hosts)))
+        mine = [float(os.cpu_count() or 1), float(floats.is_possible(imports=False))]
+        cores, can = zip(*lane.agree("cores and kernels of ranks", mine), strict=True)
+        self._unable = _unable(can)
+        self._cores = self._per_host if own_links is not None else min(cores)  # a rank has its GPU alone
         self._machine: Machine | None = None
         self._is_measured = False
         self._dtypes: tuple[torch.dtype, ...] = ()  # whose code may pay on this link
@@ -103,31 +109,36 @@ class DenseChoice:
         dtypes = self._dtypes if self.trial.standing else ()  # else none, or on trial
         names = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)
         native, reason = dict(self._lossless.native), self._lossless.reason
-        return {"dtypes": names, "native": native, "reason": reason, "trial": self.trial.state_dict()}
+        said = {"dtypes": names, "native": native, "reason": reason, "trial": self.trial.state_dict()}
+        return {**said, "world_size": self._lane.world_size}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a decision; it is made again when it would be due. What a trial had begun begins again."""
+        """Restore a decision of as many ranks; it is made again when it would be due, and a test begins again."""
+        if state.get("world_size", self._lane.world_size) != self._lane.world_size:
+            return
         self._coded = 0
         self._dtypes = tuple(getattr(torch, name) for name in state["dtypes"])
         self._lossless.native.update(state["native"])
         self._lossless.reason = state["reason"]
-        if "trial" in state:
-            self.trial.load_state_dict(state["trial"])
-        elif self._dtypes:  # as saved before there were trials
-            decided = {"standing": LOSSLESS, "left": KEPT_STEPS, "reason": state["reason"]}
-            self.trial.load_state_dict({**self.trial.state_dict(), **decided})
-        self._playing.turn()
+        decided = {"standing": LOSSLESS, "left": KEPT_STEPS, "reason": state["reason"]} if self._dtypes else {}
+        self._playing.load_state_dict(state.get("trial", {**self.trial.state_dict(), **decided}))  # was there no trial
+        if self._dtypes and self._unable:  # on these hosts
+            self._decline(self._unable)
 
     def _play(self, arm: str, stands: bool) -> None:
         """Have the next step sum by this arm, once a price says that it is worth a test."""
+        if arm != LOSSLESS and self.trial.is_settled:
+            self._dtypes = ()  # so that it is asked before the next test whether that can be
         if arm != LOSSLESS or self._dtypes or self._may_pay():
-            self._turn(self._dtypes if arm == LOSSLESS else ())
+            self._turn(self._dtypes if arm == LOSSLESS else (), stands)
 
     def _may_pay(self) -> bool:
         """Return whether the best code could pay on this link, which is measured; decline the trial if not."""
-        can = self._lane.agree("who can make codes of floats", [float(floats.is_possible())])
-        if [0.0] in can:
-            self._decline(f"rank {can.index([0.0])} cannot run compiled kernels: {floats.CURE}")
+        mine = [float(floats.is_possible()), float(self._is_free())]
+        can, free = zip(*self._lane.agree("who can make codes of floats", mine), strict=True)
+        taken = "" if all(free) else f"rank {free.index(0.0)} has registered another communication hook"
+        if unable := _unable(can) or taken:
+            self._decline(unable)
             return False
         self._dtypes = tuple(one for one in self._num_bytes if self._verdict(self._best(one), one).is_lossless)
         if not self._dtypes:
@@ -183,8 +194,7 @@ class DenseChoice:
                 self._machine = replace(self._machine, message_seconds=message, reduced_byte_seconds=reduced)
         if self._machine is None:
             return Verdict(False, "the link could not be measured")
-        cores = self._per_host if self._own_links is not None else os.cpu_count() or 1  # a rank has its GPU alone
-        ranks = Ranks(self._lane.world_size, self._per_host, cores)
+        ranks = Ranks(self._lane.world_size, self._per_host, self._cores)
         return decide(num_bytes, ranks, self._machine, code, was_lossless)
 
     def _best(self, dtype: torch.dtype) -> Code:
@@ -209,6 +219,11 @@ def _measured(lane: Lane) -> Machine | None:
     # With several ranks on a host the ring crosses its link once, and messages of all to all more often.
     is_alone = len(set(lane.exchange.hosts)) == lane.world_size
     return machine.slowed(machine.byte_seconds) if machine is not None and is_alone else machine
+
+
+def _unable(can: Sequence[float]) -> str:
+    """Return which rank can make no codes, "" if all can."""
+    return "" if all(can) else f"rank {can.index(0.0)} cannot run compiled kernels: {floats.CURE}"
 
 
 def _numbers(report: SumReport) -> list[float]:

@@ -105,6 +105,7 @@ class Execution:
         """Restore the groups of the state and follow them; without any, they are measured again."""
         self.predicted_seconds, self._dense_seconds = state["predicted_seconds"], state["dense_seconds"]
         self.replans, self.dropped = int(state["replans"]), bool(state["dropped"])
+        self._following.pause(False)  # as a test may have left it
         if self.dropped:
             self._following.follow(None)
             self._enter(self._rest)

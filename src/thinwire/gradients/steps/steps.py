@@ -194,12 +194,14 @@ class StepLoop:
         """Record this number of steps, or until the trace is stopped; see `thinwire.Synchronizer.trace`."""
         if self._trace is not None:
             raise ValueError("a trace is being recorded already: stop() it first")
+        self._plug.observe("a trace", True)
         self._trace = trace = Trace(self._stop_trace, steps, self._predicted_events)
         self._sums.listen(self._clock.phase)
         return trace
 
     def _stop_trace(self) -> None:
         self._trace = None
+        self._plug.observe("a trace", False)
         self._sums.listen(None)
 
     def _predicted_events(self) -> Sequence[Event]:

@@ -5,13 +5,14 @@ from typing import Any
 
 from thinwire.comm.lane import Lane
 from thinwire.errors import logger
-from thinwire.gradients.ddp import LeftToDdp
+from thinwire.gradients.ddp import ROWS, LeftToDdp
 from thinwire.gradients.exact import GradientSync
 from thinwire.gradients.tables import LookupRows, weak
 from thinwire.tune.playing import SETUP_SECONDS, Playing
 from thinwire.tune.trial import Arm, Trial
 
-STOCK, ROWS = "stock DDP", "rows"
+STOCK = "stock DDP"
+TAKEN = "another communication hook"
 SEEN_STEPS = 8
 """Number of batches as rows, after which the schemes that may be faster than the choice are known."""
 MOST_OFFERS = 3
@@ -46,7 +47,7 @@ class RowsChoice:
         self.trial = Trial(arms, SETUP_SECONDS if self._plug is not None else 0.0)
         self._offers: set[tuple[str, ...]] = set()
         self._reason = ""
-        self._is_warm = False
+        self._is_warm = self._is_asked = False
         self._playing = Playing(lane.agree, "sums of tables", self.trial, weak(self._turn))
 
     def finish_step(self, waited: float) -> None:
@@ -55,18 +56,28 @@ class RowsChoice:
         if not self.trial.is_timed and self.trial.arm == ROWS and len(self._offers) < MOST_OFFERS:
             self._offer()
         reason = self.trial.explain()
-        if self.trial.tests and reason != self._reason and not self.trial.is_timed:
+        if reason != self._reason and not self.trial.is_timed:
             self._reason = reason
-            if self._lane.rank == 0:
+            if self.trial.arm == STOCK:
+                self._gradients.leave(self._names, reason)
+            if self.trial.tests and self._lane.rank == 0:
                 logger.info("embedding tables are summed by %s", reason)
+
+    def adopt(self, names: Sequence[str]) -> None:
+        """Choose also for tables that the first step has shown."""
+        self._names += names
+        self._turn(self.trial.arm, not self.trial.is_timed)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was decided, which decides about bits of sums."""
-        return self.trial.state_dict()
+        return {**self.trial.state_dict(), "world_size": self._lane.world_size}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.trial.load_state_dict(state)
-        self._playing.turn()
+        """Continue with a decision, if it is of as many ranks, and not for stock DDP where that is no option."""
+        is_option = state["standing"] != STOCK or self._plug is not None
+        if is_option and state.get("world_size", self._lane.world_size) == self._lane.world_size:
+            self._is_asked = True  # at attach, and ranks do not meet in here
+            self._playing.load_state_dict(state)
 
     def _offer(self) -> None:
         """Offer the schemes that prices in closed form cannot tell from the choice."""
@@ -88,12 +99,24 @@ class RowsChoice:
             return
         if is_stock:
             if stands:
+                self._is_asked = False
                 gradients.leave(self._names, self.trial.explain())
-            self._lookups.remove()
-            self._plug.sum_rows(False, stands)
-        else:
+            if not self._lookups.candidates:  # else they are looked for in the first forward
+                self._lookups.remove()
+            self._plug.see(ROWS, False, stands)
+        elif not self._is_taken():
             if not self._is_warm:
                 self._is_warm = True
                 self._warm_up()
             self._lookups.install()
-            self._plug.sum_rows(True, stands)
+            self._plug.see(ROWS, True, stands)
+
+    def _is_taken(self) -> bool:
+        """Return whether a script has registered a hook since `attach`, which is asked before rows; decline then."""
+        assert self._plug is not None
+        was_asked, self._is_asked = self._is_asked, True
+        taken = [] if was_asked else self._lane.agree(TAKEN, [float(not self._plug.is_free)])
+        if [1.0] in taken:
+            self.trial.decline(f"{STOCK}: rank {taken.index([1.0])} has registered {TAKEN}")
+            self._playing.turn()
+        return [1.0] in taken

@@ -541,7 +541,8 @@ class Synchronizer(Attached):
                     assert self._methods.tables is not None, "replicas are of tables"
                     of_group = [Trained(*pair, is_table=True) for pair in self._methods.tables.replicated()[one]]
                     tables.append((of_group, buckets if lane is self._inner else self._beside(one, lane), lane))
-                return ShardedHooks(self._sharding, self._queues(buckets), count, tables, *rest)
+                reduces = weak(self._passes.reduces)
+                return ShardedHooks(self._sharding, self._queues(buckets), count, reduces, tables, *rest)
             return ParameterHooks(trained, buckets, self._lookups, self._lane, begin, self._clock, groups, is_nested)
         except Exception:
             self._lookups.remove()

@@ -327,6 +327,7 @@ class ShardedHooks(ParameterHooks):
         sharding: the layout.
         inside: the queues for shards, each on a lane of their group: on the mesh of the layout, and on others.
         count: counts a reduce-scatter of bytes that stays FSDP's.
+        reduces: called before each reduction of FSDP's.
         tables: the shards of tables with replicas, with a queue and a lane of these.
         rest: arguments of `ParameterHooks`, for the parameters that FSDP ignores.
     """
@@ -338,6 +339,7 @@ class ShardedHooks(ParameterHooks):
         sharding: Sharding,
         inside: Mapping[Sharding, Buckets],
         count: Callable[[int], object],
+        reduces: Callable[[], object],
         tables: Sequence[tuple[list[Trained], Buckets, Lane]],
         *rest: Any,
     ) -> None:
@@ -352,7 +354,7 @@ class ShardedHooks(ParameterHooks):
         self._stock = [(unit.group.mesh_info, internals.reduce_scatter_of(unit.group)) for unit in self._units]
         compresses = any(self._inside.compresses(shard.name) for unit in sharding.units for shard in unit.shards)
         for unit, one in on.items():
-            unit.watch(self._begin)
+            unit.watch(reduces)
             own = inside.get(one)
             if one is sharding and self._replicas is not None:
                 unit.group.mesh_info = info = copy(unit.group.mesh_info)
@@ -396,6 +398,11 @@ class ShardedHooks(ParameterHooks):
         self._inside.flush()
         blocked = time.perf_counter() - began
         return super().finish() - blocked
+
+    def _send(self) -> None:
+        super()._send()
+        for one in self._tables:
+            one._send()
 
     def take_in_flight(self) -> Sequence[Pending]:
         return [*super().take_in_flight(), *(work for one in self._tables for work in one.take_in_flight())]

@@ -416,6 +416,11 @@ class Passes:
             self._began = self.backward.enter()
         return self._began
 
+    def reduces(self) -> None:
+        """Begin with a reduction of FSDP's; outside of backward, as in a pipeline, send what no pass has sent."""
+        if not self.begin() and self.is_midway:
+            self.send()
+
     def doing(self) -> str:
         """Return the step, and what this rank does in it, for messages."""
         is_backward = self.are_watched and self._guard.is_entered

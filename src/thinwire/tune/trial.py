@@ -10,14 +10,15 @@ arm is stock: it plays until another one has won, and again in pairs with whatev
    waits never pays.
 2. *Test.* A challenger plays against the arm that stands, in pairs of neighbouring steps, in the order of Thue and
    Morse (ABBA BAAB), so that neither has the better half of a drift. A step takes as long as on its slowest rank. A
-   pair is void if kernels were compiled in it, or one of its steps took `DECISIVE` times as long as the last ones of its
-   arm, as when somebody evaluates. Any other is won if the challenger is faster by `GAIN`. Whether it wins more than half of them is tested by a gambler who
-   bets on wins at fair odds: whatever the noise, his capital reaches c with a probability of at most 1 / c where wins
-   are no likelier than losses (Ville), at any time. So tests may end as soon as they can, and all tests of a life
-   together take an arm that is not faster with a probability of at most `ERROR`.
-   What is faster by `DECISIVE` in `WON_PAIRS` in a row wins at once.
-3. *Bounded regret.* What pairs that are not void cost more than the standing arm alone would have is at most `FIRST_REGRET` steps and a
-   share of `REGRET_SHARE` of all steps, and the last block of pairs. A test that would exceed that waits.
+   pair is void if kernels were compiled in it, or one of its steps took `DECISIVE` times as long as the last ones of
+   its arm, as when somebody evaluates. Any other is won if the challenger is faster by `GAIN`. Whether it wins more
+   than half of them is tested by a gambler who bets on wins at fair odds: whatever the noise, his capital reaches c
+   with a probability of at most 1 / c where wins are no likelier than losses (Ville), at any time. So tests may end as
+   soon as they can, and all tests of a life together take an arm that is not faster with a probability of at most
+   `ERROR`. What is faster by `DECISIVE` in `WON_PAIRS` in a row wins at once.
+3. *Bounded regret.* What pairs that are not void cost more than the standing arm alone would have is at most
+   `FIRST_REGRET` steps and a share of `REGRET_SHARE` of all steps, and the last block of pairs. A test that would
+   exceed that waits.
 4. *Rest, and look again.* Where stock stands nothing is measured at all; a challenger that lost comes back after
    `LOOK_STEPS`, then twice that number, and so on. An arm that won plays a pair against stock every `CHECK_STEPS`;
    a gambler bets on stock, never with less than his first capital, and takes it back. Where stock is no faster in half

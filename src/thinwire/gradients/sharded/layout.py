@@ -325,6 +325,7 @@ class ShardedHooks(ParameterHooks):
         sharding: the layout.
         inside: the queues for shards, each on a lane of their group: on the mesh of the layout, and on others.
         count: counts a reduce-scatter of bytes that stays FSDP's.
+        reduces: called before each reduction of FSDP's.
         tables: the shards of tables with replicas, with a queue and a lane of these.
         hung: by a group of FSDP's, one of the same ranks that hangs up when one of them fails.
         lost: called with what a collective of FSDP's raised; returns the error about the rank that failed, if any.
@@ -338,6 +339,7 @@ class ShardedHooks(ParameterHooks):
         sharding: Sharding,
         inside: Mapping[Sharding, Buckets],
         count: Callable[[int], object],
+        reduces: Callable[[], object],
         tables: Sequence[tuple[list[Trained], Buckets, Lane]],
         hung: Mapping[dist.ProcessGroup, dist.ProcessGroup],
         lost: Callable[[BaseException], BaseException | None],
@@ -354,7 +356,7 @@ class ShardedHooks(ParameterHooks):
         self._stock = [(unit.group.mesh_info, internals.collectives_of(unit.group)) for unit in self._units]
         compresses = any(self._inside.compresses(shard.name) for unit in sharding.units for shard in unit.shards)
         for unit, one in on.items():
-            unit.watch(self._begin)
+            unit.watch(reduces)
             own = inside.get(one)
             gather, scatter = internals.collectives_of(unit.group)
             if one.shards in hung:
@@ -401,6 +403,11 @@ class ShardedHooks(ParameterHooks):
         self._inside.flush()
         blocked = time.perf_counter() - began
         return super().finish() - blocked
+
+    def _send(self) -> None:
+        super()._send()
+        for one in self._tables:
+            one._send()
 
     def take_in_flight(self) -> Sequence[Pending]:
         return [*super().take_in_flight(), *(work for one in self._tables for work in one.take_in_flight())]

@@ -130,6 +130,8 @@ def _dies(context: RankContext, kind: str, how: str, victim: int, directory: str
         if kind == "second group" and context.rank == victim:
             take, calls = lane._take_group, iter((True, False))
             lane._take_group = lambda *known: take(*known) if next(calls) else _ends(how)
+        if kind == "first job" and context.rank == victim:  # behind it is that of the agreement
+            lane.discover = lambda exchange: _ends(how)  # type: ignore[assignment]
         thinwire.attach(model, "zen" if tables else "auto", timeout=limit)
         for step in range(3):
             began = time.monotonic()
@@ -153,6 +155,7 @@ def _dies(context: RankContext, kind: str, how: str, victim: int, directory: str
     [
         pytest.param("attach", "killed", 1, marks=pytest.mark.slow),
         ("second group", "killed", 1),
+        ("first job", "killed", 2),
         ("tables", "killed", 2),
         pytest.param("ddp", "killed", 0, marks=pytest.mark.slow),
         ("ddp", "frozen", 2),
@@ -231,3 +234,34 @@ def test_a_living_rank_that_fails_under_fsdp_is_named_by_all_others_at_once(
         assert {(kind, rank) for kind, _, rank, _ in heard} == {("LostPeerError", 1)}, (place, heard)
         assert len({text for _, text, *_ in heard}) == 1, (place, heard)
         assert max(seconds for *_, seconds in heard) < LIMIT_SECONDS, (place, heard)
+
+
+def _dies_in_forward(context: RankContext) -> Heard:
+    """Rank 1 dies between two collectives of FSDP's; the lane of rank 0 sees it first, and lets its group go."""
+    model: Any = _model(False)
+    fully_shard(model[1])
+    sync = thinwire.attach(fully_shard(model), timeout=TIMEOUT)
+    own = sync._inner
+    own.submit(lambda lane: None).wait()
+
+    def between(module: nn.Module, inputs: Any, output: Tensor) -> None:
+        if context.rank == 1:
+            _ends("killed")
+        while not own._own.dead():
+            time.sleep(0.02)
+        own.lost_to(RuntimeError("rank 1 is gone"))
+        while own._own is not None:
+            time.sleep(0.02)
+
+    model[0].register_forward_hook(between)
+    began = time.monotonic()
+    with pytest.raises(RuntimeError) as caught:
+        model(_inputs(False))
+    return _heard(caught.value, began)
+
+
+def test_a_collective_of_fsdp_behind_the_end_of_a_lane_names_who_ended_it() -> None:
+    outcome = run_ranks(_dies_in_forward, world_size=2, timeout_seconds=60, check=False)[0]
+    name, text, rank, _ = outcome.value or ("", outcome.error, None, 0.0)
+    assert (name, rank) == ("LostPeerError", 1), text
+    assert text.startswith("rank 1 "), text

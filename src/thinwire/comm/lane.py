@@ -618,7 +618,7 @@ class Lane:
         """Return the error that all ranks raise, once this one broke off because of a peer."""
         truth = self.notes.truth()
         if truth is not None:
-            self._broken = ThinwireError(str(truth))
+            self._broken = self.notes.truth()  # another one, without a traceback
         return truth
 
     def _note(self, reason: str, error: BaseException | None, ended: Iterable[int]) -> Note:
@@ -660,12 +660,15 @@ class Lane:
         return self._broken is not None
 
     def check(self, what: str, cure: str = "") -> None:
-        """Raise ThinwireError if the lane was broken off, so that ``what`` cannot be synchronized."""
-        if self._broken is not None:
-            raise ThinwireError(
-                f"rank {self.global_rank}, {what}: not synchronized, because the lane stopped after an earlier failure:"
-                f" {self._broken}{cure}"
-            )
+        """Raise ThinwireError if the lane was broken off, so that ``what`` cannot be synchronized; by whom if known."""
+        if self._broken is None:
+            return
+        where = f"rank {self.global_rank}, {what}: not synchronized, because the lane stopped after an earlier failure"
+        if not isinstance(self._broken, LostPeerError):
+            raise ThinwireError(f"{where}: {self._broken}{cure}")
+        error = LostPeerError(f"{self._broken}. {where}{cure}")
+        error.rank = self._broken.rank
+        raise error
 
     def channel(self, subject: Subject) -> Channel:
         """Return the channel of the next conversation; only a running job may call it, or what begins one.
@@ -725,13 +728,14 @@ class Lane:
 
     def _attempt(self, job: Callable[[Lane], T]) -> T:
         """Return what the job returns; a failure that not all ranks raise at the same point breaks the lane off."""
+        was_broken = self.is_broken
         try:
             return job(self)
         except Exception as error:
             if ranks_told(error) >= self.world_size:
                 raise
             self._give_up(error)
-            truth = self._truth() if is_of_a_peer(error) else None
+            truth = self._truth() if is_of_a_peer(error) and not was_broken else None
             if truth is None:
                 raise
             raise truth from error

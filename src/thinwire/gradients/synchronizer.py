@@ -539,9 +539,8 @@ class Synchronizer(Attached):
                     assert self._methods.tables is not None, "replicas are of tables"
                     of_group = [Trained(*pair, is_table=True) for pair in self._methods.tables.replicated()[one]]
                     tables.append((of_group, buckets if lane is self._inner else self._beside(one, lane), lane))
-                hung = {one: lane.native_group() for one, lane in self._hung.items()}
-                queues, reduces = self._queues(buckets), weak(self._passes.reduces)
-                return ShardedHooks(self._sharding, queues, count, reduces, tables, hung, guard.broke_off, *rest)
+                how = count, weak(self._passes.reduces), tables, self._hung, guard.broke_off
+                return ShardedHooks(self._sharding, self._queues(buckets), *how, *rest)
             return ParameterHooks(trained, buckets, self._lookups, self._lane, begin, self._clock, groups, is_nested)
         except Exception:
             self._lookups.remove()

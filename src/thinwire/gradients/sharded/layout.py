@@ -15,7 +15,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -327,7 +327,7 @@ class ShardedHooks(ParameterHooks):
         count: counts a reduce-scatter of bytes that stays FSDP's.
         reduces: called before each reduction of FSDP's.
         tables: the shards of tables with replicas, with a queue and a lane of these.
-        hung: by a group of FSDP's, one of the same ranks that hangs up when one of them fails.
+        hung: by a group of FSDP's, a lane of the same ranks, through whose connections FSDP sends.
         lost: called with what a collective of FSDP's raised; returns the error about the rank that failed, if any.
         rest: arguments of `ParameterHooks`, for the parameters that FSDP ignores.
     """
@@ -341,7 +341,7 @@ class ShardedHooks(ParameterHooks):
         count: Callable[[int], object],
         reduces: Callable[[], object],
         tables: Sequence[tuple[list[Trained], Buckets, Lane]],
-        hung: Mapping[dist.ProcessGroup, dist.ProcessGroup],
+        hung: Mapping[dist.ProcessGroup, Lane],
         lost: Callable[[BaseException], BaseException | None],
         *rest: Any,
     ) -> None:
@@ -360,7 +360,7 @@ class ShardedHooks(ParameterHooks):
             own = inside.get(one)
             gather, scatter = internals.collectives_of(unit.group)
             if one.shards in hung:
-                gather, scatter = Through(gather, hung, lost), Through(scatter, hung, lost)
+                gather, scatter = (Through(stock, one.shards, hung[one.shards], lost) for stock in (gather, scatter))
             if one is sharding and self._replicas is not None:
                 unit.group.mesh_info = info = copy(unit.group.mesh_info)
                 info.replicate_process_group = Replicas(self._replicas, partial(self._average, unit))
@@ -585,52 +585,52 @@ class Scatter:
 
 
 class Through:
-    """A collective of FSDP's through a group that hangs up when a rank fails, whose error names that rank.
+    """A collective of FSDP's through connections that hang up when a rank fails, whose error names that rank.
 
     Args:
         stock: makes the collective.
-        hung, lost: as of `ShardedHooks`.
+        group: the group of it.
+        lane: a lane of the same ranks.
+        lost: as of `ShardedHooks`.
     """
 
     def __init__(
-        self,
-        stock: Any,
-        hung: Mapping[dist.ProcessGroup, dist.ProcessGroup],
-        lost: Callable[[BaseException], BaseException | None],
+        self, stock: Any, group: dist.ProcessGroup, lane: Lane, lost: Callable[[BaseException], BaseException | None]
     ) -> None:
-        self.allocate, self._stock, self._hung, self._lost = stock.allocate, stock, hung, lost
+        self.allocate, self._stock = stock.allocate, stock
+        self._group, self._own, self._naming = group, lane.native_group(), partial(naming, lane, lost)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, *rest: Any, **options: Any
     ) -> dist.Work | None:
-        group = self._hung.get(group, group)
-        with naming(self._lost):
+        group = self._own if group == self._group else group
+        with self._naming():
             work = self._stock(output_tensor, input_tensor, group, *rest, **options)
-        return None if work is None else _Named(work, self._lost)
+        return None if work is None else _Named(work, self._naming)
 
 
 class _Named(dist.Work):
     """A work of torch's whose error names the rank that failed."""
 
-    def __init__(self, work: dist.Work, lost: Callable[[BaseException], BaseException | None]) -> None:
+    def __init__(self, work: dist.Work, naming: Callable[[], AbstractContextManager[None]]) -> None:
         super().__init__()
-        self._work, self._lost = work, lost
+        self._work, self._naming = work, naming
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        with naming(self._lost):
+        with self._naming():
             return self._work.wait() if timeout is None else self._work.wait(timeout)
 
 
 @contextmanager
-def naming(lost: Callable[[BaseException], BaseException | None]) -> Iterator[None]:
-    """Raise what ``lost`` returns for torch's error about a connection."""
+def naming(lane: Lane, lost: Callable[[BaseException], BaseException | None]) -> Iterator[None]:
+    """Raise what ``lost`` returns for torch's error about a connection, or that the lane has broken off meanwhile."""
     try:
         yield
-    except RuntimeError as error:
-        other = lost(error) if is_of_a_peer(error) else None
-        if other is None:
-            raise
-        raise other from error
+    except (RuntimeError, ValueError) as error:  # the latter of a group that is destroyed
+        if (other := lost(error) if is_of_a_peer(error) else None) is not None:
+            raise other from error
+        lane.check("a collective of FSDP's")
+        raise
 
 
 def _store(results: Sequence[tuple[Tensor, Tensor]], count: int, scale: float) -> None:

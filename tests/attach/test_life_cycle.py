@@ -624,11 +624,9 @@ def _file_each(context: RankContext, shared: Path) -> None:
     attachment.load(own)
     assert torch.equal(step(1), before)
     assert other_bytes() - others < 2_000, "a state has 17 kB"
-    if context.rank == 0:
-        torch.save(gathered, own / "thinwire.pt")  # as earlier versions wrote it
     (own / name).unlink()
     others = other_bytes()
-    attachment.load(own)
+    attachment.load_state_dict(gathered)
     assert torch.equal(step(1), before)
     assert other_bytes() - others < (2 * 25_000 if context.rank == 0 else 3_000), "each gets its own"
     after = step(2)

@@ -36,7 +36,6 @@ FOREIGN = {
     "powerSGD_hook.py",
     "thinwire.json",
     "thinwire/holder",
-    "thinwire.pt",
     "thinwire.compress.NAME",
     "SCRIPT.py",
 }

@@ -81,10 +81,6 @@ class TestTransformers:
         assert hf["low_rank_lost"]["parameters"] != hf["low_rank"]["parameters"]
         assert any("the checkpoint has no state of thinwire" in line for line in hf["lines"])
 
-    def test_a_checkpoint_with_one_file_of_all_ranks_is_read(self, hf: dict[str, Any]) -> None:
-        """As earlier versions wrote it."""
-        assert hf["low_rank_of_one_file"]["parameters"] == hf["low_rank"]["parameters"]
-
     def test_nodes_with_disks_of_their_own_resume_what_each_rank_wrote(self, hf: dict[str, Any]) -> None:
         """With save_on_each_node."""
         assert hf["all_wrote"] == [["thinwire-00000.pt"], ["thinwire-00001.pt"]]

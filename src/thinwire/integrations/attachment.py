@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -20,8 +19,7 @@ from thinwire.gradients.synchronizer import Synchronizer
 from thinwire.outer import OuterLoop, OuterRecipe
 from thinwire.outer import attach as attach_outer
 
-STATE = "thinwire.pt"
-"""File with the states of all ranks in checkpoints of earlier versions, which is still read."""
+_NO_STATE = "the checkpoint has no state of thinwire: it starts as in a new training"
 
 PER_STEP = {
     "comm/bytes_sent_per_step": ("comm/bytes_sent", 1.0),
@@ -135,12 +133,9 @@ class Attachment:
         """
         if self.synchronizer is None:
             return
-        if self.synchronizer.gathered().load_files(folder):
-            self._last = self.stats()
-            return
-        old = Path(str(folder)) / STATE
-        is_read = folder is not None and dist.get_rank() == 0 and old.is_file()
-        self.load_state_dict(torch.load(old, weights_only=True) if is_read else {})
+        if not self.synchronizer.gathered().load_files(folder):
+            logger.warning(_NO_STATE)
+        self._last = self.stats()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of all ranks on rank 0, which writes them, for trainers with a single file.
@@ -157,7 +152,7 @@ class Attachment:
         if self.synchronizer is None:
             return
         if not self.synchronizer.gathered().load_of_rank_0(state):
-            logger.warning("the checkpoint has no state of thinwire: it starts as in a new training")
+            logger.warning(_NO_STATE)
         self._last = self.stats()
 
     def detach(self) -> None:

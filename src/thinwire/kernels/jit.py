@@ -5,8 +5,6 @@ aborts when two threads enter it (workqueue layer). Modules that define kernels 
 only `thinwire.kernels.dispatch` imports those modules, when the first kernel is called.
 """
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import logging

@@ -1,7 +1,5 @@
 """Sample calls of kernels, of every type that they support, so that calling them all compiles everything."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import torch

@@ -271,10 +271,9 @@ class OuterLoop(Attached):
 
     def _load_state_of_rank(self, state: dict[str, Any]) -> None:
         self.load_state_dict(state)
-        if "own" in state:  # earlier versions left it to the trainer
-            load_local_state(self._optimizer, state["optimizer"])
-            self._rounds.anchors.load_own(state["own"])
-            reshard(self._model)
+        load_local_state(self._optimizer, state["optimizer"])
+        self._rounds.anchors.load_own(state["own"])
+        reshard(self._model)
 
     def watch_lane(self, watcher: Callable[[float, float], None] | None) -> None:
         """Call ``watcher`` with the start and end of each job, as `Synchronizer.watch_lane`."""

@@ -30,7 +30,6 @@ from transformers import (
 from transformers.trainer_utils import HPSearchBackend
 
 import thinwire
-from thinwire.gradients.steps.state import packed
 from thinwire.integrations.transformers import ThinwireCallback
 
 FOLDER = Path(sys.argv[1])
@@ -137,15 +136,6 @@ def states_in(folder: Path) -> tuple[str, ...]:
     return tuple(sorted(str(path.relative_to(folder)) for path in folder.rglob("thinwire*")))
 
 
-def in_one_file(folder: Path) -> None:
-    """Replace the states in a checkpoint by the file that earlier versions wrote."""
-    paths = sorted(folder.glob("thinwire-*.pt"))
-    states = [packed(torch.load(path, weights_only=True)["state"]) for path in paths]
-    torch.save({"ranks": states}, folder / "thinwire.pt")
-    for path in paths:
-        path.unlink()
-
-
 def searched(name: str) -> dict[str, Any]:
     """Train a trial of a hyperparameter search; return where it saved the states, and which of them were pushed."""
     model = bert()
@@ -198,7 +188,7 @@ def main() -> None:
     factors = thinwire.compress.power_sgd(2, values=thinwire.compress.mxfp4())
     low_rank = {"dense": thinwire.compress.ef21(factors)}
     callback = ThinwireCallback(rows="zen")  # "auto" may leave the table to DDP, where that is faster
-    half = {name: str(FOLDER / name / "checkpoint-4") for name in ("stock", "exact", "low_rank", "lost", "old")}
+    half = {name: str(FOLDER / name / "checkpoint-4") for name in ("stock", "exact", "low_rank", "lost")}
     result: dict[str, Any] = {
         "stock": train("stock", []),
         "exact": train("exact", [callback]),
@@ -209,12 +199,9 @@ def main() -> None:
     }
     if dist.get_rank() == 0:
         shutil.copytree(half["low_rank"], half["lost"], ignore=shutil.ignore_patterns("thinwire-*"))
-        shutil.copytree(half["low_rank"], half["old"])
-        in_one_file(Path(half["old"]))
     dist.barrier()
     result |= {
         "low_rank_resumed": train("low_rank", [ThinwireCallback(**low_rank)], resume=half["low_rank"]),
-        "low_rank_of_one_file": train("old", [ThinwireCallback(**low_rank)], resume=half["old"]),
         "bf16": train("bf16", [], bf16=True),
         "bf16_exact": train("bf16_exact", [ThinwireCallback()], bf16=True),
     }

@@ -332,12 +332,11 @@ class RunMarker:
     def write(self, known: KnownRun) -> str:
         """Replace all files, and return why none of them could be, or an empty text: training goes on."""
         reasons = []
-        for each in self._own:
-            with contextlib.suppress(OSError):
-                each.mkdir(mode=0o700, parents=True, exist_ok=True)
         for path in self.paths:
             partial = path.with_name(f"{path.name}.{os.uname().nodename}.partial")  # hosts may share a home, or a disk
             try:
+                if path.parent in self._own:
+                    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
                 partial.write_text(json.dumps(asdict(known)))
                 partial.replace(path)
             except OSError as error:
@@ -362,7 +361,7 @@ def _read_marker(path: Path) -> KnownRun:
     try:
         values: Any = parse_json(path.read_bytes())
         holders = tuple(map(str, field(values, "holders", list)))
-        origin = field({"origin": -1, **values}, "origin", int, -1)  # earlier releases wrote none
-        return KnownRun(field(values, "step", int, -1), field(values, "attempt", int), holders, origin)
+        own = field(values, "step", int, -1), field(values, "attempt", int), holders, field(values, "origin", int, -1)
+        return KnownRun(*own)
     except (OSError, CorruptMessageError):
         return KnownRun()

@@ -1,7 +1,5 @@
 """Search for the ones of machine words, shared by several kernels."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from thinwire.kernels.jit import Int64, make_popcount, njit

@@ -1,7 +1,5 @@
 """Bitmaps, Elias-Fano coding and the checksum on the CPU, compiled by numba; twins of `reference.codes`."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Hashing and dealing of ids on the CPU, compiled by numba; twins of `reference.rows`."""
 
-from __future__ import annotations
-
 import numpy as np
 from torch import Tensor
 

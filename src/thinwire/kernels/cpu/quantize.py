@@ -3,8 +3,6 @@
 Inner loops have no branches and 32-bit integers (numba's own are 64-bit), so that they are vectorized.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from torch import Tensor
 

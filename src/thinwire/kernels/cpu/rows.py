@@ -1,7 +1,5 @@
 """Search, scatter and sum of rows on the CPU, compiled by numba; twins of `reference.rows`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 import numpy as np

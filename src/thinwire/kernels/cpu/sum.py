@@ -5,8 +5,6 @@ sum written once. Sums of bfloat16 are float32 only in a block, so that no float
 62,500 rows of 64 in 8 pieces cost 1.7 ms, of bfloat16 1.5 ms; one piece after the other 2.7 and 3 ms.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache
 

@@ -1,7 +1,5 @@
 """Union of several lists of ids on the CPU, compiled by numba; twin of `reference.rows.union_positions`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Bitmaps, Elias-Fano coding and the checksum in plain torch and numpy: the definition of correct."""
 
-from __future__ import annotations
-
 import hashlib
 from functools import lru_cache
 

@@ -4,8 +4,6 @@ docs/reference/wire-format.md ("Floats") describes the codes. To make them in nu
 which no network makes up for. So values are their own code then, which every rank reads.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

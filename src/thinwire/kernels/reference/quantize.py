@@ -1,7 +1,5 @@
 """Signs, blocks of small integers and short floats in plain torch: the definition of correct, on any device."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

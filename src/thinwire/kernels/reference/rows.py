@@ -1,7 +1,5 @@
 """Rows and ids in plain torch: the definition of correct, on any device; module `codes` has bitmaps."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 import torch

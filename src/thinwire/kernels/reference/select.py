@@ -6,8 +6,6 @@ give equal bits; except sums, in another order, which agree to 1e-12. So only wh
 from a sum.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

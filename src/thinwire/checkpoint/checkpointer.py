@@ -1,7 +1,5 @@
 """The front end: a checkpoint after every step in the memory of this host and of its peers, and the way back."""
 
-from __future__ import annotations
-
 import os
 import time
 import warnings

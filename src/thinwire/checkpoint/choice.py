@@ -4,8 +4,6 @@ Every rank decides from the same gathered inventories, so that no second vote is
 a rank of the stored topology, never by its location: a host that returns under other ranks still supplies its shards.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Registration of the ranks with their holders: hosts, destinations of replicas, and recovery from a lost holder."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import secrets

@@ -1,7 +1,5 @@
 """Restoring the newest available state: from the memory of this host, of a peer, or from the disk."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import time

@@ -1,7 +1,5 @@
 """What each trainer needs of what is attached: nothing on one rank, statistics per step, states of all ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial

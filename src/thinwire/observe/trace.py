@@ -3,8 +3,6 @@
 Predicted and measured steps have the same form, so that they lie side by side as two processes of one file.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """`OuterLoop`: a model that ranks train apart, and rounds that bring them together."""
 
-from __future__ import annotations
-
 import copy
 import weakref
 from collections.abc import Callable, Container, Iterator, Mapping

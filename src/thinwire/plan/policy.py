@@ -14,8 +14,6 @@ Without that, gradients are summed natively. By name, ``byte_cap:mb=8`` is ``byt
 lines write it (`parse`).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields

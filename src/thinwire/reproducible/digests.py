@@ -1,7 +1,5 @@
 """Digests: of models, of gradients, and of how a machine computes."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable, Mapping
 from typing import Any

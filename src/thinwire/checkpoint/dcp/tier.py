@@ -19,8 +19,6 @@ with torch 2.13). So ``thinwire.json``, written last, has the digests of ``.meta
 loaded.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import fcntl

@@ -4,8 +4,6 @@ torchrun stays the launcher; the entry point ``torchrun.handlers`` makes the bac
 installed. See docs/guides/elastic.md.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 

@@ -9,8 +9,6 @@ Every agent at an endpoint serves a board, and agents agree on which of them to 
 holders: JSON under a key made from the job's secret, with limits and timeouts.
 """
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import threading

@@ -1,7 +1,5 @@
 """The rendezvous of torchrun's agents: ranks that stay, lost hosts, standbys, and a holder that is kept."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

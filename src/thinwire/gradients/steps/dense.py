@@ -8,8 +8,6 @@ The host does not see a GPU wait. So there the same price is asked at once, a fe
 and then a price decides, of the bits and seconds that they had and of the links of both ways.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, replace

@@ -3,8 +3,6 @@
 See `thinwire.Synchronizer.state_dict` and `thinwire.Synchronizer.gathered`.
 """
 
-from __future__ import annotations
-
 import copy
 import io
 import secrets

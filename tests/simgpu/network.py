@@ -86,13 +86,13 @@ class Messages:
 _made, _numbers = PrivateGroup.__init__, count()
 
 
-def _make(self: Any, make: Callable[[], dist.ProcessGroup], gather: Any = None) -> None:
+def _make(self: Any, make: Callable[[], dist.ProcessGroup], *rest: Any) -> None:
     def numbered() -> dist.ProcessGroup:
         group = make()
         _groups[group] = next(_numbers)
         return group
 
-    _made(self, numbered, gather)
+    _made(self, numbered, *rest)
 
 
 PrivateGroup.__init__ = _make  # type: ignore[method-assign]  # also outside of worlds

@@ -43,7 +43,7 @@ def play(trial: Trial, steps: int, world: World, waited: float = 0.0) -> list[st
 
 
 def noisy(seed: int, noise: float, ranks: int = 1, **seconds: float) -> World:
-    """Steps of the given mean on the slowest of some ranks, times noise of long tails; now and then one is very long."""
+    """Steps of the given mean on the slowest rank, times noise of long tails; now and then one is very long."""
     dice = random.Random(seed)
 
     def world(step: int, arm: str) -> float:
@@ -102,7 +102,7 @@ def test_an_arm_that_is_not_faster_seldom_wins(noise: float, ranks: int, rows: f
     for seed in range(200):
         trial = Trial(arms())
         world = noisy(seed, noise, ranks, stock=1.0, rows=rows)
-        has_won += any([play(trial, 100, world) and trial.standing for _ in range(2 * LOOK_STEPS // 100)])
+        has_won += any(play(trial, 100, world) and trial.standing for _ in range(2 * LOOK_STEPS // 100))
     assert has_won <= 3 * ERROR * 200
 
 
@@ -314,7 +314,7 @@ def test_further_challengers_can_be_offered() -> None:
     trial = Trial(arms())
     world = noisy(9, 0.02, stock=1.0, rows=0.7, coded=0.4)
     play(trial, 300, world)
-    trial.offer([Arm(CODED, price=0.5)])
+    trial.offer([Arm(CODED)])
     play(trial, 300, world)
     assert trial.arm == CODED
 

@@ -314,7 +314,7 @@ def test_further_challengers_can_be_offered() -> None:
     trial = Trial(arms())
     world = noisy(9, 0.02, stock=1.0, rows=0.7, coded=0.4)
     play(trial, 300, world)
-    trial.offer([Arm(CODED, price=0.5)])
+    trial.offer([Arm(CODED)])
     play(trial, 300, world)
     assert trial.arm == CODED
 

@@ -6,8 +6,8 @@ arm is stock: it plays until another one has won, and again in pairs with whatev
 
 1. *Watch.* Before anything is imported, compiled or measured for another arm, the seconds for which steps of stock
    waited for the network are added up: no other arm can save more. What another arm costs before its first step is
-   spent only when it is less than `RENT` of that, so whoever leaves early has lost little, and a model that never
-   waits never pays.
+   spent only when it is less than `RENT` of that, so whoever leaves early has lost little, and a model that never waits
+   never pays.
 2. *Test.* A challenger plays against the arm that stands, in pairs of neighbouring steps, in the order of Thue and
    Morse (ABBA BAAB), so that neither has the better half of a drift. A step takes as long as on its slowest rank. A
    pair is void if kernels were compiled in it, or one of its steps took `DECISIVE` times as long as the last ones of
@@ -20,9 +20,9 @@ arm is stock: it plays until another one has won, and again in pairs with whatev
    `FIRST_REGRET` steps and a share of `REGRET_SHARE` of all steps, and the last block of pairs. A test that would
    exceed that waits.
 4. *Rest, and look again.* Where stock stands nothing is measured at all; a challenger that lost comes back after
-   `LOOK_STEPS`, then twice that number, and so on. An arm that won plays a pair against stock every `CHECK_STEPS`;
-   a gambler bets on stock, never with less than his first capital, and takes it back. Where stock is no faster in half
-   of the pairs, that happens once in 1 / `ERROR` of them on average, or less often (Page's test).
+   `LOOK_STEPS`, then twice that number, and so on. An arm that won plays a pair against stock every `CHECK_STEPS`; a
+   gambler bets on stock, never with less than his first capital, and takes it back. Where stock is no faster in half of
+   the pairs, that happens once in 1 / `ERROR` of them on average, or less often (Page's test).
 """
 
 import math
@@ -67,11 +67,9 @@ class Arm:
 
     Args:
         name: what `Trial.explain` calls it.
-        price: expected ratio of its step to one of stock, in closed form; None if nothing is known.
     """
 
     name: str
-    price: float | None = None
 
 
 @dataclass
@@ -132,7 +130,11 @@ class Trial:
     @property
     def arm(self) -> str:
         """Name of the arm of the next step."""
-        return self.arms[self._block[len(self._numbers)] if self.is_timed else self.standing].name
+        return self.arms[self._index].name
+
+    @property
+    def _index(self) -> int:
+        return self._block[len(self._numbers)] if self.is_timed else self.standing
 
     @property
     def is_timed(self) -> bool:
@@ -169,8 +171,7 @@ class Trial:
             is_typical: whether it says anything about later ones: not if kernels were compiled in it.
         """
         self.steps += 1
-        arm = self._block[len(self._numbers)] if self._block else self.standing
-        lately = self._lately.setdefault(arm, deque(maxlen=LATELY))
+        lately = self._lately.setdefault(self._index, deque(maxlen=LATELY))
         is_typical &= not lately or seconds <= DECISIVE * statistics.median(lately)
         lately.append(seconds)
         if self._block:
@@ -322,11 +323,8 @@ class Trial:
 
         A single pair may be disturbed where its arm has not played before: beyond `DECISIVE` it says no more than that.
         """
-        mine, standing = (
-            self._forecast.get(index, self.arms[index].price or 1.0) for index in (self._challenger, self.standing)
-        )
-        known = max(DECISIVE, mine / standing)
-        return min(known, statistics.median_low(self._ratios[-3:])) if self._ratios else mine / standing
+        forecast = self._forecast.get(self._challenger, 1.0) / self._forecast.get(self.standing, 1.0)
+        return min(max(DECISIVE, forecast), statistics.median_low(self._ratios[-3:] or [forecast]))
 
     def _judge_test(self, ratios: Sequence[float]) -> None:
         for ratio in ratios:

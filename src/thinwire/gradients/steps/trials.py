@@ -47,7 +47,7 @@ class RowsChoice:
         self.trial = Trial(arms, SETUP_SECONDS if self._plug is not None else 0.0)
         self._offers: set[tuple[str, ...]] = set()
         self._reason = ""
-        self._is_warm = self._is_asked = False
+        self._is_asked = False
         self._playing = Playing(lane.agree, "sums of tables", self.trial, weak(self._turn))
 
     def finish_step(self, waited: float) -> None:
@@ -77,6 +77,8 @@ class RowsChoice:
         is_option = state["standing"] != STOCK or self._plug is not None
         if is_option and state.get("world_size", self._lane.world_size) == self._lane.world_size:
             self._is_asked = True  # at attach, and ranks do not meet in here
+            if state["standing"] != STOCK:
+                self._warm_up()
             self._playing.load_state_dict(state)
 
     def _offer(self) -> None:
@@ -104,19 +106,18 @@ class RowsChoice:
             if not self._lookups.candidates:  # else they are looked for in the first forward
                 self._lookups.remove()
             self._plug.see(ROWS, False, stands)
-        elif not self._is_taken():
-            if not self._is_warm:
-                self._is_warm = True
-                self._warm_up()
+        elif self._is_asked or self._may_see():
             self._lookups.install()
             self._plug.see(ROWS, True, stands)
 
-    def _is_taken(self) -> bool:
-        """Return whether a script has registered a hook since `attach`, which is asked before rows; decline then."""
+    def _may_see(self) -> bool:
+        """Decline if a script has registered a hook since `attach`, which is asked before rows; else load kernels."""
         assert self._plug is not None
-        was_asked, self._is_asked = self._is_asked, True
-        taken = [] if was_asked else self._lane.agree(TAKEN, [float(not self._plug.is_free)])
-        if [1.0] in taken:
-            self.trial.decline(f"{STOCK}: rank {taken.index([1.0])} has registered {TAKEN}")
+        self._is_asked = True
+        free = self._lane.agree(TAKEN, [float(self._plug.is_free)])
+        if may := [0.0] not in free:
+            self._warm_up()
+        else:
+            self.trial.decline(f"{STOCK}: rank {free.index([0.0])} has registered {TAKEN}")
             self._playing.turn()
-        return [1.0] in taken
+        return may

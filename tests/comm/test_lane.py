@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.futures import Future
 
 from clocks import PATIENCE
 from thinwire.comm import lane as lane_module
@@ -111,13 +110,6 @@ def test_ranks_that_wait_for_one_that_does_not_come_name_it_within_the_timeout()
     first, second, _ = run_ranks(_meets_alone, world_size=3, timeout_seconds=60)
     assert first.value == second.value
     assert first.value.startswith("rank 2 stopped answering")
-
-
-def test_a_late_thread_leaves_the_job_that_runs_to_its_own_thread() -> None:
-    lane, abandoned, runs = object.__new__(Lane), Future[None](), Future[None]()
-    lane._claim, lane._current = threading.Lock(), runs
-    assert not lane._claims(abandoned)
-    assert lane._claims(runs)
 
 
 class _Named:

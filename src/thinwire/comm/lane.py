@@ -741,8 +741,8 @@ class Lane:
     def _claims(self, future: Future[Any]) -> bool:
         """Claim the future of the running job; return whether the caller, and no other thread, is to complete it."""
         with self._claim:
-            if is_ours := self._current is future:  # else it belongs to the thread that runs now
-                self._current = None
+            is_ours = self._current is future
+            self._current = None
         return is_ours
 
     def _start_thread(self) -> None:

@@ -32,7 +32,7 @@ from torch.profiler import record_function
 from thinwire.all_reduce import sum_on
 from thinwire.comm import c10d, point_to_point
 from thinwire.comm.agree import gather_bytes
-from thinwire.comm.channel import Channel, Subject, opening_bytes
+from thinwire.comm.channel import Channel, opening_bytes
 from thinwire.comm.connections import PrivateGroup
 from thinwire.comm.hosts import host_identity
 from thinwire.comm.lane import Group, Lane, beside, cloned, resolve_group
@@ -646,7 +646,7 @@ def _coded(
     name: str, about: str, result: Tensor, begin: Callable[[Tensor, Channel], Callable[[], int]], lane: Lane
 ) -> Callable[[], int]:
     """Begin what fills a flat tensor with the elements of ``result``, which may have any strides."""
-    channel = lane.channel(Subject(name, f"{result.dtype} {about}, lossless"))
+    channel = lane.channel(lossless.subject(name, f"{result.dtype} {about}, lossless", result))
     channel.begin_open()
     flat = result.contiguous().view(-1)
     complete = begin(flat, channel)

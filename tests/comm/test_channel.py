@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from clocks import PATIENCE
 from loopback import LoopbackExchange, run_threads, synchronized
 from thinwire import schemes
+from thinwire.comm.c10d import unregistered_group
 from thinwire.comm.channel import Channel, Draft, Subject
+from thinwire.comm.process_group import Exchange
 from thinwire.errors import CorruptHeaderError, CorruptMessageError, LostPeerError, MismatchError, PeerError
 from thinwire.rows.formats import Format, Header, Kind
 from thinwire.rows.sparse import SparseRows
@@ -123,6 +130,38 @@ def test_another_order_of_calls_is_explained_on_every_rank() -> None:
         assert isinstance(error, MismatchError)
         assert "rank 0: call 0 on this lane: a" in str(error)
         assert "rank 1: call 0 on this lane: b" in str(error)
+
+
+def _differs_while_one_is_ahead(exchange: Any) -> str:
+    """Rank 0 has begun the next conversation too, where the first is one that ranks disagree about."""
+    first = Channel(exchange, Subject("bucket 0", f"of rank {exchange.rank}"), 0)
+    second = Channel(exchange, Subject("bucket 1", ""), 1)
+    first.begin_open()
+    if exchange.rank == 0:
+        second.begin_open()
+    with pytest.raises(MismatchError) as caught:
+        first.settle()
+    if exchange.rank == 1:
+        second.begin_open()
+    second.settle()
+    return str(caught.value)
+
+
+def _over_gloo(store: dist.Store, rank: int) -> str:
+    exchange = Exchange(unregistered_group(store, [0, 1], rank, timedelta(seconds=PATIENCE)))
+    return _differs_while_one_is_ahead(exchange)
+
+
+@pytest.mark.parametrize("transport", ["loopback", "gloo"])
+def test_disagreement_is_explained_where_one_rank_has_begun_the_next_conversation(transport: str) -> None:
+    if transport == "loopback":
+        texts = run_threads(2, _differs_while_one_is_ahead)
+    else:
+        with ThreadPoolExecutor(2) as ranks:
+            texts = list(ranks.map(partial(_over_gloo, dist.HashStore()), range(2)))
+    for text in map(str, texts):
+        assert "rank 0: of rank 0" in text
+        assert "rank 1: of rank 1" in text
 
 
 @pytest.mark.parametrize("description", ["x" * 5000, "ü" * 3000, "line\nline\nline"])

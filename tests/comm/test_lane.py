@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.futures import Future
 
 from clocks import PATIENCE
 from thinwire.comm import lane as lane_module

@@ -40,26 +40,33 @@ class Hub:
     world_size: int
     timeout_seconds: float
     tamper: Tamper = untouched
-    _turns: dict[tuple[tuple[int, ...], int], dict[int, object]] = field(default_factory=lambda: defaultdict(dict))
+    _turns: dict[tuple[object, int], dict[int, object]] = field(default_factory=lambda: defaultdict(dict))
     _left: set[int] = field(default_factory=set)
     _mail: dict[tuple[int, int, int], list[Tensor]] = field(default_factory=lambda: defaultdict(list))
     baton: threading.Condition = field(default_factory=threading.Condition)
 
-    def meet(self, members: tuple[int, ...], rank: int, turn: int, item: T) -> list[T]:
-        """What the members posted in this turn of theirs; LostPeerError if one of them left or does not come."""
-        posted = self._turns[members, turn]
+    def post(self, members: tuple[int, ...], kind: str, rank: int, turn: int, item: T) -> Callable[[], list[T]]:
+        """Post in this turn of the members, counted for each kind; a function that waits for what all have posted.
+
+        It raises LostPeerError if one of them left or does not come.
+        """
+        posted = self._turns[(members, kind), turn]
         posted[rank] = item
         if len(posted) == len(members):
             self.baton.notify_all()
-        self.baton.wait_for(
-            lambda: len(posted) == len(members) or not self._left.isdisjoint(members), self.timeout_seconds
-        )
-        if len(posted) < len(members):
-            missing = sorted(set(members) - set(posted))
-            how = f"ranks {sorted(self._left)} left" if self._left else "timeout"
-            raise LostPeerError(f"rank {rank}: ranks {missing} did not take part in exchange {turn}: {how}")
-        self._turns.pop((members, turn - 1), None)  # all are here, so all have taken the last one
-        return [posted[peer] for peer in members]  # type: ignore[misc]
+            self._turns.pop(((members, kind), turn))  # each has it
+
+        def take() -> list[T]:
+            self.baton.wait_for(
+                lambda: len(posted) == len(members) or not self._left.isdisjoint(members), self.timeout_seconds
+            )
+            if len(posted) < len(members):
+                missing = sorted(set(members) - set(posted))
+                how = f"ranks {sorted(self._left)} left" if self._left else "timeout"
+                raise LostPeerError(f"rank {rank}: ranks {missing} did not take part in exchange {turn}: {how}")
+            return [posted[peer] for peer in members]  # type: ignore[misc]
+
+        return take
 
     def put(self, source: int, target: int, tag: int, data: Tensor) -> None:
         """Leave a message of a stream."""
@@ -118,7 +125,7 @@ class Counts:
     """What a rank counts over all its exchanges, that of all ranks and those of subsets."""
 
     traffic: Traffic = field(default_factory=Traffic)
-    turns: dict[tuple[int, ...], int] = field(default_factory=lambda: defaultdict(int))  # by members
+    turns: dict[object, int] = field(default_factory=lambda: defaultdict(int))  # by members and kind
     posted: dict[tuple[int, int], int] = field(default_factory=lambda: defaultdict(int))  # by source and tag
     swaps: int = 0
 
@@ -134,6 +141,7 @@ class LoopbackExchange:
         self.world_size = len(self._members)
         self.hosts: Sequence[int] = range(self.world_size)
         self.global_ranks = self._members
+        self._records = "point to point" if members else "collective"  # as of an `Exchange`: of a subset it is no other
         self._counts = counts or Counts()
         self.traffic = self._counts.traffic
         self._hub = hub
@@ -145,16 +153,26 @@ class LoopbackExchange:
         return inner
 
     def swap_records(self, outgoing: Sequence[Tensor]) -> list[Tensor]:
-        assert len({part.numel() for part in outgoing}) == 1, "records have one length"
-        return self.swap(outgoing, [outgoing[0].numel()] * self.world_size)
+        return self.begin_records(outgoing)()
 
     def begin_records(self, outgoing: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
-        return lambda: self.swap_records(outgoing)
+        assert len({part.numel() for part in outgoing}) == 1, "records have one length"
+        return self._begin_swap(outgoing, [outgoing[0].numel()] * self.world_size, self._records)
 
     def swap(self, outgoing: Sequence[Tensor], receive_bytes: Sequence[int]) -> list[Tensor]:
+        return self._begin_swap(outgoing, receive_bytes, "point to point")()
+
+    def _begin_swap(
+        self, outgoing: Sequence[Tensor], receive_bytes: Sequence[int], kind: str
+    ) -> Callable[[], list[Tensor]]:
         assert len(outgoing) == len(receive_bytes) == self.world_size
         assert all(part.dtype == torch.uint8 and part.dim() == 1 for part in outgoing)
-        posted = self._meet([part.clone() for part in outgoing])
+        take = self._post([part.clone() for part in outgoing], kind)
+        return lambda: self._complete_swap(take(), outgoing, receive_bytes)
+
+    def _complete_swap(
+        self, posted: Sequence[Sequence[Tensor]], outgoing: Sequence[Tensor], receive_bytes: Sequence[int]
+    ) -> list[Tensor]:
         incoming = list(outgoing)
         swap = self.next_swap()
         for peer in self._others():
@@ -168,7 +186,7 @@ class LoopbackExchange:
     def swap_with(self, target: int | None, outgoing: Tensor, source: int | None, receive_bytes: int) -> Tensor:
         assert self.rank not in (target, source), "nobody talks to itself"
         assert target is not None or outgoing.numel() == 0
-        posted = self._meet((target, outgoing.clone()))
+        posted = self._post((target, outgoing.clone()), "point to point")()
         if target is not None:
             self._count_sent(target, outgoing.numel())
         self.traffic.received_bytes += receive_bytes
@@ -237,11 +255,19 @@ class LoopbackExchange:
         return self._hub.tamper(self._members[source], self._members[self.rank], swap, part)
 
     def _meet(self, item: T) -> list[T]:
-        turn = self._counts.turns[self._members]
-        self._counts.turns[self._members] += 1
-        posted = self._hub.meet(self._members, self._members[self.rank], turn, item)
-        assert all(type(other) is type(item) for other in posted), "ranks call different collectives"
-        return posted
+        return self._post(item, "collective")()
+
+    def _post(self, item: T, kind: str) -> Callable[[], list[T]]:
+        turn = self._counts.turns[self._members, kind]
+        self._counts.turns[self._members, kind] += 1
+        take = self._hub.post(self._members, kind, self._members[self.rank], turn, item)
+
+        def checked() -> list[T]:
+            posted = take()
+            assert all(type(other) is type(item) for other in posted), "ranks call different collectives"
+            return posted
+
+        return checked
 
 
 @dataclass

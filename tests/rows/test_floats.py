@@ -187,6 +187,13 @@ def test_changed_bits_are_refused_or_give_other_values(dtype: torch.dtype, seed:
         assert (guarded[-64:] == 3).all()
 
 
+def test_a_code_is_read_into_memory_of_any_address() -> None:
+    values = torch.randn(5000).bfloat16().float()
+    out = torch.frombuffer(bytearray(values.nbytes + 1), dtype=torch.float32, offset=1)
+    decode(encode(values), out)
+    assert torch.equal(out, values)
+
+
 def test_other_tensors_are_refused() -> None:
     message = encode(torch.randn(5000).bfloat16())
     for out in (

@@ -407,6 +407,28 @@ def test_a_payload_of_another_length_is_refused(format: Format) -> None:
             wire.decode(format, part, count, wrong, 2, torch.float32)
 
 
+@pytest.mark.parametrize("format", [Format.COO, Format.DENSE])
+def test_a_payload_too_short_for_the_code_of_its_values_gets_no_memory(format: Format) -> None:
+    payload = torch.zeros(64, dtype=torch.uint8)
+    payload[-1] = 1
+    with pytest.raises(CorruptMessageError, match="too short"):
+        wire.decode(format, Whole(1 << 31), 1 << 31, payload, 4096, torch.float32)
+
+
+def test_coded_values_that_do_not_fit_into_memory_get_none() -> None:
+    values, asked = torch.ones(4096, 2), list[int]()
+
+    def fits(num_bytes: int) -> None:
+        asked.append(num_bytes)
+        raise CorruptMessageError("no memory")
+
+    payload = wire.encode(Format.DENSE, Whole(4096), torch.arange(4096), values, codes_values=True)
+    assert payload.numel() < values.nbytes
+    with pytest.raises(CorruptMessageError, match="no memory"):
+        wire.decode(Format.DENSE, Whole(4096), 4096, payload, 2, torch.float32, fits)
+    assert asked == [values.nbytes]
+
+
 @pytest.mark.parametrize("format", FORMATS)
 @settings(max_examples=min(60, settings.default.max_examples))
 @given(part=parts(), count=st.integers(0, 50), dtype=st.sampled_from(SUPPORTED_DTYPES), data=st.data())

@@ -302,3 +302,36 @@ def test_every_named_scheme_runs_or_says_which_do(name: str) -> None:
 
 def test_no_tables_are_a_call_too() -> None:
     assert results(run_collectives(2, lambda exchange: CollectiveSum(exchange).all_reduce([], schemes.ZEN))) == [[], []]
+
+
+def test_ranks_whose_tables_need_records_of_other_sizes_raise_on_all_of_them() -> None:
+    """A record that is longer than what is received for it ends the process over Gloo."""
+
+    def run(exchange: LoopbackCollectives) -> list[int]:
+        total, waits = CollectiveSum(exchange), []
+        tables = [NamedGradient(f"{number}", torch.ones(2, 1)) for number in range(65)]
+        with pytest.raises(MismatchError, match=r"of 6[45] tables"):
+            total.all_reduce(tables[: 64 + exchange.rank], schemes.ZEN)
+        for count in (65, 65, 1):
+            before = exchange.host_waits
+            total.all_reduce(tables[:count], schemes.ZEN)
+            waits.append(exchange.host_waits - before)
+        return waits
+
+    assert results(run_collectives(2, run)) == [[3, 2, 3]] * 2
+
+
+def test_a_rank_that_holds_more_rows_than_there_are_is_named_before_memory_is_taken() -> None:
+    def change(incoming: Tensor) -> None:
+        record = incoming.view(torch.int64).view(2, -1)[0]
+        record[collective._FIXED] += 1 << 50
+        record[collective._CHECK] -= 1 << 50
+
+    def run(exchange: LoopbackCollectives) -> None:
+        total = CollectiveSum(exchange)
+        for _ in range(2):
+            mean(total, few(exchange))
+
+    error = run_collectives(2, run, changing(4, change))[1]
+    assert isinstance(error, CorruptHeaderError)
+    assert "from rank 0: " in str(error)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,15 +15,17 @@ from torch import Tensor
 
 from loopback import LoopbackExchange, run_ranks
 from simgpu import simulated
+from thinwire.backend import _coded
 from thinwire.comm.channel import Channel, Subject, opening_bytes
 from thinwire.comm.cuda.device import CudaDevice
 from thinwire.comm.frames import frame_bytes
-from thinwire.errors import CorruptMessageError, LostPeerError
+from thinwire.errors import CorruptMessageError, LostPeerError, MismatchError
 from thinwire.kernels import dispatch
 from thinwire.rows import floats
 from thinwire.sums import lossless as sums
 from thinwire.sums import owners
 from thinwire.sums.lossless import SumReport, begin, dealt
+from threaded import LoopbackLane
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -253,3 +257,37 @@ def test_segments_are_dealt_evenly_and_cover_a_tensor(numel: int, world_size: in
     sizes = [cut.stop - cut.start for cut in in_order]
     assert max(sizes) - min(sizes) <= 128
     assert max(sizes) <= sums.SEGMENT_VALUES + 64
+
+
+def test_ranks_with_segments_of_other_sizes_disagree_before_frames_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over Gloo a frame that is longer than what is posted for it ends the process that gets it."""
+
+    def run(exchange: LoopbackExchange) -> None:
+        monkeypatch.setattr(sums, "SEGMENT_VALUES", 512 << exchange.rank)  # until it waits, no other rank runs
+        lane: Any = LoopbackLane(exchange)
+        _coded("all_reduce", "9000 values", torch.ones(9000), begin, lane)()
+
+    for outcome in run_ranks(2, run):
+        assert isinstance(outcome.error, MismatchError)
+        assert "in segments of 512" in str(outcome.error)
+
+
+def test_what_two_threads_count_at_once_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One thread counts a sum that it sends while the other is about to count one that came."""
+    counted, report, waiting = frame_bytes(256), SumReport(), list[partial[Tensor]]()
+
+    def meanwhile(num_bytes: int) -> int:
+        if waiting:
+            waiting.pop()()
+        return frame_bytes(num_bytes)
+
+    def owner_sum(code: Any, channel: Channel, has_pulls: bool) -> Callable[[], int]:
+        waiting.append(partial(code.pull, 0, torch.ones(64)))
+        return lambda: code.take(1, 0, lambda: torch.ones(64).view(torch.uint8)) or 0
+
+    monkeypatch.setattr(sums, "frame_bytes", meanwhile)
+    monkeypatch.setattr(owners, "begin", owner_sum)
+    monkeypatch.setattr(sums._Floats, "predict", lambda code: None)
+    channel: Any = SimpleNamespace(rank=0, world_size=2)
+    begin(torch.ones(128), channel, report=report)()
+    assert (report.pull.values, report.pull.num_bytes) == (128, 2 * counted)

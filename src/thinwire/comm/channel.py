@@ -49,8 +49,7 @@ class Subject:
     description: str
 
     def digest(self) -> int:
-        text = f"{self.name}\n{self.description}".encode()
-        return digest64(text)
+        return digest64(f"{Header.VERSION}\n{self.name}\n{self.description}".encode())
 
 
 @dataclass(frozen=True, eq=False)
@@ -361,7 +360,8 @@ class Channel:
 
     def _swap_text(self, text: str) -> list[str]:
         mine = text.encode()[:_MAX_DESCRIPTION_BYTES]
-        incoming = self._run(gather_bytes, self.exchange, "description", mine, _MAX_DESCRIPTION_BYTES)
+        point_to_point = self.exchange.subset(range(self.world_size))  # some ranks may have begun a later collective
+        incoming = self._run(gather_bytes, point_to_point, "description", mine, _MAX_DESCRIPTION_BYTES)
         return [data.decode(errors="replace") for data in incoming]
 
     def all_reduce(self, tensor: Tensor) -> None:

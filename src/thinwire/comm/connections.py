@@ -25,8 +25,6 @@ Address = tuple[bytes, int]
 """An IP address as 16 bytes, with IPv4 mapped into IPv6, and a port."""
 _NOWHERE: Address = (bytes(16), 0)
 _PACKED_BYTES = 18
-MAX_ENDS_BYTES = 4 << 20
-"""Most bytes of the addresses of one rank's connections: 200,000 of them."""
 _ESTABLISHED = 1  # value of the first byte of struct tcp_info, in <linux/tcp.h>
 Connection = tuple[Address, Address]
 """The addresses of the local and the remote end of a connection."""
@@ -74,6 +72,7 @@ class _Socket:
 
 
 Connected = tuple[Connection, _Socket]
+Gather = Callable[[bytes], list[bytes]]
 
 
 class PrivateGroup:
@@ -91,15 +90,12 @@ class PrivateGroup:
         name: what all ranks call it.
     """
 
-    def __init__(
-        self,
-        make: Callable[[], dist.ProcessGroup],
-        gather: Callable[[bytes], list[bytes]] | None = None,
-        name: str = "",
-    ) -> None:
-        self.name = name
+    MAX_BYTES = 4 << 20
+    """Most bytes of the addresses of one rank's connections: 200,000 of them."""
+
+    def __init__(self, make: Callable[[], dist.ProcessGroup], gather: Gather | None = None, name: str = "") -> None:
         before = set(_listening())
-        self.process_group = make()
+        self.process_group, self.name = make(), name
         self._addresses: set[Address] = set()
         self._sockets: dict[int, _Socket] = {}
         self._processes: list[list[Connected]] = []
@@ -115,9 +111,9 @@ class PrivateGroup:
                 raise
 
     def _gather(self, data: bytes) -> list[bytes]:
-        return gather_bytes(Exchange(self.process_group), "connections", data, MAX_ENDS_BYTES)
+        return gather_bytes(Exchange(self.process_group), "connections", data, self.MAX_BYTES)
 
-    def _agree(self, mine: Address, gather: Callable[[bytes], list[bytes]]) -> None:
+    def _agree(self, mine: Address, gather: Gather) -> None:
         """Gather the addresses, and learn which connections lead to which rank."""
         self._addresses = {mine} - {_NOWHERE}
         connections = connected()

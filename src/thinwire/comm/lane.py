@@ -34,16 +34,7 @@ from torch.futures import Future
 from thinwire.comm.agree import gather_records
 from thinwire.comm.c10d import device_of, gloo_group, store_of, timeout_of
 from thinwire.comm.channel import Channel, Subject
-from thinwire.comm.connections import (
-    MAX_ENDS_BYTES,
-    Connected,
-    PrivateGroup,
-    between,
-    connected,
-    dead,
-    listens_at,
-    packed_ends,
-)
+from thinwire.comm.connections import Connected, PrivateGroup, between, connected, dead, listens_at, packed_ends
 from thinwire.comm.hosts import discover
 from thinwire.comm.machine import Machine, measure
 from thinwire.comm.notes import ATTACH, Note, Notes
@@ -234,7 +225,7 @@ def _gather(data: bytes, group: dist.ProcessGroup, limit: timedelta) -> list[byt
     _all_reduce(lengths, group, limit)
     sizes = lengths.tolist()
     for rank, size in enumerate(sizes):
-        if not 0 < size <= MAX_ENDS_BYTES:
+        if not 0 < size <= PrivateGroup.MAX_BYTES:
             raise CorruptHeaderError(f"rank {dist.get_process_group_ranks(group)[rank]} announces {size:,} bytes")
     rows = torch.zeros(group.size(), max(sizes), dtype=torch.uint8)
     rows[group.rank(), : len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -513,11 +504,9 @@ class Lane:
 
         with self._beginning:
             self._unbegun.append(None if begin is None else begin_once)
-            try:
-                if self._num_begun:
-                    self._begin_next()
-            finally:
-                self._jobs.put(run)
+            self._jobs.put(run)  # which waits for the lock, and comes even if what begins here is interrupted
+            if self._num_begun:
+                self._begin_next()
         return future
 
     def _begin_next(self) -> None:

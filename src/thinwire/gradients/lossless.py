@@ -11,14 +11,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from thinwire.comm.channel import Channel, Subject, opening_bytes
+from thinwire.comm.channel import Channel, opening_bytes
 from thinwire.comm.lane import Lane
 from thinwire.comm.process_group import Staging, reduce_scatter_bytes, ring_all_reduce_bytes
 from thinwire.compress.assign import AUTO, LOSSLESS, NATIVE
 from thinwire.gradients.tables import by_dtype, flattened
 from thinwire.observe.step import ParameterRecords, Phase
 from thinwire.rows.sparse import SUPPORTED_DTYPES
-from thinwire.sums.lossless import SumReport, begin
+from thinwire.sums.lossless import SumReport, begin, subject
 
 ROW, SCATTERED = "all other parameters, lossless", "all other parameters, to their owners"
 """Names of rows of `Synchronizer.table` for dense gradients that go this way, coded or as they are."""
@@ -113,9 +113,9 @@ class LosslessSync:
         if not any(taken):
             return lambda: others
         lines = [f"{one.name}: {one.gradient.dtype} {list(one.gradient.shape)}" for one in gradients]
-        channel = lane.channel(Subject(bucket, "\n".join([*lines, f"mean, {LOSSLESS}"])))
-        channel.begin_open()
         mine = [one.gradient for one, goes in zip(gradients, taken, strict=True) if goes]
+        channel = lane.channel(subject(bucket, "\n".join([*lines, f"mean, {LOSSLESS}"]), mine[0]))
+        channel.begin_open()
         staging.to_host()  # sleeps until the gradients are there; a copy of a code would spin
         complete = self._begin_average(channel, bucket, mine, opening_bytes(channel.world_size))
 
@@ -173,7 +173,8 @@ class LosslessSync:
         It is multiplied by ``scale``.
         """
         how = "as they are" if self.scatters else LOSSLESS
-        channel = lane.channel(Subject(bucket, f"{flat.dtype} {flat.numel()}, sums of parts times {scale}, {how}"))
+        about = f"{flat.dtype} {flat.numel()}, sums of parts times {scale}, {how}"
+        channel = lane.channel(subject(bucket, about, flat))
         channel.begin_open()
         report = SumReport(listener=self.listener)
         staging.to_host()

@@ -100,8 +100,11 @@ def decode(message: Tensor, out: Tensor) -> None:
         require("a code of floats that arrived or was stored")
         if not is_compiled():
             kernels.warm_up()
-    if not kernels.decode_floats(message.to(out.device), out.detach()):
+    values = out.detach() if out.data_ptr() % out.element_size() == 0 else torch.empty_like(out)  # else unaligned
+    if not kernels.decode_floats(message.to(out.device), values):
         raise CorruptMessageError(f"{message.numel()} bytes are no code of {out.numel()} values of {out.dtype}")
+    if values.data_ptr() != out.data_ptr():
+        out.detach().copy_(values)
 
 
 def bits_per_value(values: Tensor) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import struct
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from functools import lru_cache
@@ -188,9 +189,13 @@ def code_of(values: Tensor) -> Tensor | None:
 
 
 def decode(
-    format: Format, part: Part, count: int, payload: Tensor, width: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Decode a payload into positions, int64 [k], and values [k, width], which share its memory.
+    format: Format, part: Part, count: int, payload: Tensor, width: int, dtype: torch.dtype,
+    check_fits: Callable[[int], None] = lambda num_bytes: None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Decode a payload into positions, int64 [k], and values [k, width], which share its memory unless it is coded.
+
+    Args:
+        check_fits: called with the bytes of values that are coded, before they get memory.
 
     Raises:
         CorruptMessageError: the length is not that of ``count`` rows, or the ids are not ``count`` strictly
@@ -205,8 +210,8 @@ def decode(
     if payload.numel() == expected:
         values, tail = payload[:end].view(dtype), payload[end:]
     else:
-        values = torch.empty(rows_sent * width, dtype=dtype)
-        tail = _decode_values(payload, values, index_bytes(format, count, part.size, part.num_rows))
+        index = index_bytes(format, count, part.size, part.num_rows)
+        values, tail = _decode_values(payload, rows_sent * width, dtype, index, check_fits)
     values = values.view(rows_sent, width)
     if format is Format.DENSE:
         return torch.arange(part.size), values
@@ -218,15 +223,20 @@ def decode(
     return positions, values
 
 
-def _decode_values(payload: Tensor, values: Tensor, index_bytes: int) -> Tensor:
-    """Fill values from a payload that has their code, see `encode`, and return what follows: ids and padding."""
+def _decode_values(
+    payload: Tensor, numel: int, dtype: torch.dtype, index_bytes: int, check_fits: Callable[[int], None]
+) -> tuple[Tensor, Tensor]:
+    """Return values from a payload that has their code, see `encode`, and what follows: ids and padding."""
     padding = int(payload[-1]) if payload.numel() else 0
     end = payload.numel() - padding - index_bytes
     is_padded = 1 <= padding <= ALIGNMENT_BYTES and not bool(payload[-padding:-1].any())
-    if not is_padded or not 0 < end < values.nbytes or not values.is_floating_point():
-        raise CorruptMessageError(f"a payload of {payload.numel()} bytes is too short for {values.numel()} values")
+    least = -(-numel // floats.CHUNK_VALUES) * (4 + dtype.itemsize)  # of chunks whose values are equal
+    if not is_padded or not least <= end < numel * dtype.itemsize or not dtype.is_floating_point:
+        raise CorruptMessageError(f"a payload of {payload.numel()} bytes is too short for {numel} values")
+    check_fits(numel * dtype.itemsize)
+    values = torch.empty(numel, dtype=dtype)
     floats.decode(payload[:end], values)
-    return payload[end:]
+    return values, payload[end:]
 
 
 def _write_values(
@@ -326,11 +336,11 @@ class Header:
     _PADDING, _CRC = slice(5, 6), slice(12, 16)
     NUM_BYTES = 56
     _MAGIC = b"TW"
-    _VERSION = 3
+    VERSION = 3
 
     def pack(self) -> bytes:
         data = self._STRUCT.pack(
-            self._MAGIC, self._VERSION, self.kind, _CODE[self.format], self.source, self.sequence, 0,
+            self._MAGIC, self.VERSION, self.kind, _CODE[self.format], self.source, self.sequence, 0,
             self.digest, self.held, self.count, self.payload_bytes, self.checksum,
         )  # fmt: skip
         return self._with_crc(data, zlib.crc32(data))
@@ -350,9 +360,9 @@ class Header:
             raise CorruptMessageError(
                 "bytes that are not a thinwire header: the rank made another call, or another program uses this group"
             )
-        if version != cls._VERSION:
+        if version != cls.VERSION:
             raise CorruptMessageError(
-                f"wire format version {version}, this rank speaks {cls._VERSION}: install the same thinwire everywhere"
+                f"wire format version {version}, this rank speaks {cls.VERSION}: install the same thinwire everywhere"
             )
         if kind >= len(_KINDS) or code >= len(FORMATS):
             raise CorruptMessageError(f"a header of unknown kind {kind} or format {code}")

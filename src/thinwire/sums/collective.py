@@ -46,7 +46,8 @@ from thinwire.sums.scheme import Aggregation, Communication, Ownership, Scheme, 
 from thinwire.sums.two_level import TwoLevel, flat, shares
 
 TABLES_OF_A_RECORD = 64
-"""Records have room for a multiple of this many tables, so that ranks that sum other tables can tell each other so."""
+"""Records have room for a multiple of this many tables. Before it changes, a record of the old size goes out, so that
+ranks that sum other tables can tell each other so."""
 _CHECK, _DIGEST, _NOTE, _CORRUPT, _FIXED = range(5)
 SLACK_ROWS = 256
 STARTS_KEPT = 64
@@ -554,7 +555,7 @@ class CollectiveSum:
 
     Args:
         exchange: the collectives of the model's process group. Its ``host_waits`` grows by two in a call, and by one
-            more where a table has far more rows than in the last one.
+            more where a table has far more rows than in the last one, or records have room for other numbers of tables.
 
     Attributes:
         counts: rows of each table in the last call, by name.
@@ -573,7 +574,7 @@ class CollectiveSum:
         self._late: Tensor | None = None  # whether sums of the last call were corrupt, bool [], on the device
         self._capacities: dict[str, int] = {}
         self._starts: dict[tuple[object, ...], Tensor] = {}
-        self._room_bytes = 0
+        self._room_bytes, self._room = 0, TABLES_OF_A_RECORD  # the room of records, in tables, of the last call
         self.note, self.notes = 0, [0] * exchange.world_size
 
     def all_reduce(
@@ -666,8 +667,15 @@ class _Call(Attempts):
     def agree_on_counts(self) -> None:
         """Phase 2."""
         late = [] if self.late is None else [self.late]
+        if (room := _room(self.num_tables)) != self.sums._room:
+            self._exchanged(self._record(2, late, list), "in the last call, and got nan for them")
+            self.sums._room = room
         numbers = self._exchanged(self._counts_record(self.jobs, late), "in the last call, and got nan for them")
         found = list(zip(self.jobs, self._rows(numbers.received), strict=True))
+        for job, rows in found:
+            if (most := max(rows)) > job.plan.num_rows:
+                where = f"{self.where()}: from rank {self._global(rows.index(most))}"
+                raise in_exchange(CorruptHeaderError(f"{where}: {most} rows of {job.names} are announced"))
         if any(job.misses(rows) for job, rows in found):
             own = self._rows(numbers.sent[:1])
             self._take_room(max(max(rows) / max(1, job.capacity) for job, rows in found))
@@ -705,8 +713,11 @@ class _Call(Attempts):
         return record
 
     def _record(self, numbers: int, wrong: Sequence[Tensor], columns: Callable[[], list[Tensor]]) -> Tensor:
-        """Return a record of some numbers for each table, equal for all ranks, and of whether any id is ``wrong``."""
-        size = self.world_size, _FIXED + numbers * _room(self.num_tables)
+        """Return a record of some numbers for each table, equal for all ranks, and of whether any id is ``wrong``.
+
+        Its size is one that all ranks know: until they have met in this call, that of the last one.
+        """
+        size = self.world_size, _FIXED + numbers * self.sums._room
         record = torch.zeros(size, dtype=torch.int64, device=self.device)
         record[:, _DIGEST] = digest64(self.text.encode()) - (1 << 63)
         record[:, _NOTE] = 2 * (self.note + 1) + (self.failure is not None)
@@ -895,7 +906,7 @@ _NOTHING = CodedPiece(0, 0, FORMATS[-1], 0)
 
 
 def _room(num_tables: int) -> int:
-    return -(-num_tables // TABLES_OF_A_RECORD) * TABLES_OF_A_RECORD
+    return max(1, -(-num_tables // TABLES_OF_A_RECORD)) * TABLES_OF_A_RECORD
 
 
 def _pieces(coding: Coding, counts: Sequence[int], sizes: Sequence[int]) -> list[CodedPiece]:

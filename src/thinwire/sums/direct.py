@@ -14,6 +14,7 @@ from torch import Tensor
 
 from thinwire import kernels
 from thinwire.comm.channel import Channel, Draft
+from thinwire.comm.process_group import check_fits
 from thinwire.rows import formats as wire
 from thinwire.rows.formats import Format, FormatChoice, Kind, Message, Part, Whole
 from thinwire.rows.partition import Partition
@@ -49,9 +50,9 @@ def decode(message: Message, part: Part, width: int, like: SparseRows, channel: 
     Raises:
         CorruptMessageError: see `Channel.reading`.
     """
-    header = message.header
+    header, about = message.header, (message.payload, width, like.values.dtype)
     with channel.reading(message):
-        return wire.decode(header.format, part, header.count, message.payload, width, like.values.dtype)
+        return wire.decode(header.format, part, header.count, *about, lambda size: check_fits(size, channel.where))
 
 
 def total(

@@ -15,7 +15,7 @@ the rows are dealt. With many ranks, or with few or narrow rows, all columns are
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -70,7 +70,7 @@ class _Shares:
         self.shares = [plan.shares(owner) for owner in self.ranks]
         self.mine = self.shares[self.rank]
         self.segments = [len(shares) for shares in self.shares]
-        self.first: dict[int, Tensor] = {}  # what was pushed behind ids, until it is added
+        self.first: dict[int, Callable[[], Tensor]] = {}  # what was pushed behind ids, until it is added
 
     def swap_ids(self, frames: Frames) -> dict[int, Callable[[], Tensor]]:
         """Send the ids of this rank to all, unless they lead; return functions that wait for the ids of the others."""
@@ -86,9 +86,10 @@ class _Shares:
     def learn(self, swapped: Mapping[int, Callable[[], Tensor]], run: OwnerSum) -> None:
         """Decode the ids of all ranks, which were swapped or lead what is pushed first; now the union is known."""
         if self.plan.ids_lead:
-            self.first = {source: receive() for source, receive in run.pushed(0)}
-        ids = {rank: self._decoded_ids(rank, swapped[rank]() if rank in swapped else None) for rank in self.ranks}
-        self.union = Union(*kernels.union_positions([ids[rank] for rank in self.ranks], self.rows.num_rows))
+            self.first = {source: partial(run.again, source, receive()) for source, receive in run.pushed(0)}
+        receives = self.first or swapped
+        ids = [run.naming(partial(self._decoded_ids, rank, receives.get(rank)), rank) for rank in self.ranks]
+        self.union = Union(*kernels.union_positions(ids, self.rows.num_rows))
         self.values = self.rows.values.new_empty(self.union.ids.numel(), self.rows.width)
 
     @cached_property
@@ -99,17 +100,14 @@ class _Shares:
             return torch.empty(0, dtype=torch.uint8)
         return wire.encode(format, Whole(self.rows.num_rows), self.rows.ids, no_values)
 
-    def _decoded_ids(self, rank: int, swapped: Tensor | None) -> Tensor:
+    def _decoded_ids(self, rank: int, receive: Callable[[], Tensor] | None) -> Tensor:
         format, count, whole = self.plan.format(rank), self.plan.held[rank], Whole(self.rows.num_rows)
         if rank == self.rank:
             return self.rows.ids
         if format is Format.DENSE:
             return torch.arange(self.rows.num_rows)
-        data = self.first.get(rank, torch.empty(0, dtype=torch.uint8)) if swapped is None else swapped
-        try:
-            return wire.decode(format, whole, count, data[: self.plan.ids_bytes(rank)], 0, torch.uint8)[0]
-        except CorruptMessageError as error:
-            raise CorruptMessageError(f"{self.channel.where(rank)}: {error}") from error
+        data = self._ids[:0] if receive is None else receive()
+        return wire.decode(format, whole, count, data[: self.plan.ids_bytes(rank)], 0, torch.uint8)[0]
 
     def most_pushed(self, source: int, owner: int, number: int) -> int:
         return self.plan.most_push_bytes(self.shares[owner][number], source, number)
@@ -130,8 +128,7 @@ class _Shares:
     def add(self, number: int, arriving: Arriving) -> Tensor:
         """Return the sum of a share, added as its pieces arrive, times the scale, rounded once."""
         share = self.mine[number]
-        contents = {rank: lambda content=content: content for rank, content in self.first.items()}
-        receives = contents if number == 0 and contents else dict(arriving)
+        receives = self.first if number == 0 and self.first else dict(arriving)
 
         def piece(rank: int) -> tuple[Tensor, Tensor]:
             indices, pushed = self.union.pushed(share, rank)

@@ -23,7 +23,7 @@ from operator import add
 import torch
 from torch import Tensor
 
-from thinwire.comm.channel import Channel
+from thinwire.comm.channel import Channel, Subject
 from thinwire.comm.frames import frame_bytes
 from thinwire.observe.step import Phase
 from thinwire.rows import floats
@@ -117,6 +117,15 @@ def dealt(numel: int, world_size: int, segment: int = 0) -> list[list[slice]]:
     return [cuts[rank::world_size] for rank in range(world_size)]
 
 
+def subject(name: str, description: str, tensor: Tensor) -> Subject:
+    """Return the subject of a sum of a tensor: frames travel before it is compared, so their size is part of it."""
+    return Subject(name, f"{description}, in segments of {_segment_values(tensor)}")
+
+
+def _segment_values(tensor: Tensor) -> int:
+    return SEGMENT_VALUES_OF_A_DEVICE if tensor.is_cuda else SEGMENT_VALUES
+
+
 def begin(
     tensor: Tensor,
     channel: Channel,
@@ -143,7 +152,7 @@ def begin(
     flat = tensor.view(-1)
     if channel.world_size == 1:
         return lambda: _scaled(flat, scale, flat if out is None else out.view(-1))
-    segment = SEGMENT_VALUES_OF_A_DEVICE if flat.is_cuda else SEGMENT_VALUES
+    segment = _segment_values(flat)
     cuts = dealt(flat.numel(), channel.world_size, segment)
     if out is not None:
         size = out.numel()
@@ -155,7 +164,9 @@ def begin(
 
     def finish() -> int:
         code.predict()
-        return complete()
+        sent = complete()
+        report.pull += code.arrived
+        return sent
 
     return finish
 
@@ -210,6 +221,7 @@ class _Floats:
     def __post_init__(self) -> None:
         self.report.values += self.flat.numel()
         self.report.num_bytes += self.flat.nbytes
+        self.arrived = Half()  # sums of others, counted apart: another thread counts those that it encodes
         self.rank, self.ranks = self.channel.rank, range(self.channel.world_size)
         self.segments = [len(cut) for cut in self.cuts]
         self.is_narrow = self.flat.element_size() == 2
@@ -257,7 +269,7 @@ class _Floats:
         return message
 
     def take(self, owner: int, number: int, receive: Callable[[], Tensor]) -> None:
-        total, half = self._values(owner, number), self.report.pull
+        total, half = self._values(owner, number), self.arrived
         started = time.perf_counter()
         started += self._decoded(receive, total, half)
         half.values += total.numel()
@@ -297,7 +309,7 @@ class _Floats:
         waited = self.report.book(Phase.EXCHANGE, started)
         floats.decode(message, out)
         half.decoded += out.numel()
-        if half is self.report.pull:
+        if half is self.arrived:
             half.num_bytes += frame_bytes(message.numel())
         return waited
 

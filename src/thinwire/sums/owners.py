@@ -120,17 +120,22 @@ class OwnerSum:
             if self._code.most_pushed(source, self._channel.rank, number):
                 yield source, self._receive
 
+    def again(self, source: int, content: Tensor) -> Tensor:
+        """Return the content of a frame that came before; an error about it names its sender."""
+        self._last = source
+        return content
+
     def finish(self) -> None:
         """Add up the segments of this rank, send the sums to all others, and take theirs."""
         rank, code = self._channel.rank, self._code
         for number in range(code.segments[rank]):
             if code.most_pulled(rank, number):
-                total = self._naming(partial(code.add, number, self.pushed(number)))
+                total = self.naming(partial(code.add, number, self.pushed(number)))
                 if self._has_pulls:
                     self.frames.send(self._others, Kind.PULL, number, partial(code.pull, number, total))
         while self._posted or self._post_next():
             expected = self._posted[0][0]
-            self._naming(partial(code.take, expected.source, expected.number, self._receive))
+            self.naming(partial(code.take, expected.source, expected.number, self._receive))
 
     def _post_next(self) -> bool:
         """Post the receive of the next frame; return whether there is one."""
@@ -163,14 +168,15 @@ class OwnerSum:
                 if number < code.segments[owner] and (most := code.most_pulled(owner, number)):
                     yield _Expected(owner, Kind.PULL, number, most)
 
-    def _naming(self, work: Callable[[], Any]) -> Any:
-        """Return what ``work`` returns; an error about what arrived last names the rank that sent it."""
+    def naming(self, work: Callable[[], Any], source: int | None = None) -> Any:
+        """Return what ``work`` returns; an error names the source of what it is about, by default what arrived last."""
         try:
             return work()
         except CorruptHeaderError:
             raise
         except CorruptMessageError as error:
-            raise CorruptMessageError(f"{self._channel.where(self._last)}: {error}") from error
+            where = self._channel.where(self._last if source is None else source)
+            raise CorruptMessageError(f"{where}: {error}") from error
 
 
 def begin(code: SegmentCode, channel: Channel, has_pulls: bool = True) -> Callable[[], int]:

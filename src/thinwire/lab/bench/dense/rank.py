@@ -22,7 +22,7 @@ from thinwire.lab.bench.train.account import interface_bytes_sent
 from thinwire.lab.bench.train.stock import rank_order_sum
 from thinwire.lab.bench.turns import Turns, timed
 from thinwire.lab.testbed.rank import RankContext
-from thinwire.sums.lossless import SumReport, begin
+from thinwire.sums.lossless import SumReport, begin, subject
 from thinwire.sums.synchronize import dense_all_reduce
 
 NATIVE, LOSSLESS, BF16, RANK_ORDER = "native", "lossless", "bf16", "rank_order"
@@ -134,7 +134,7 @@ def _job(method: str, number: int, bucket: Tensor, lane: Lane) -> None:
 
 
 def _subject(method: str, number: int, bucket: Tensor) -> Subject:
-    return Subject(f"bench {method} bucket {number}", f"{list(bucket.shape)} {bucket.dtype}")
+    return subject(f"bench {method} bucket {number}", f"{list(bucket.shape)} {bucket.dtype}", bucket)
 
 
 def _native(bucket: Tensor, channel: Channel) -> None:

@@ -1,7 +1,5 @@
 """`sparse_all_reduce`: the sum of a sparse tensor over ranks, as a function."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterator
 from functools import partial

@@ -147,13 +147,6 @@ def test_ranks_that_wait_for_one_that_does_not_come_name_it_within_the_timeout()
     assert first.value.startswith("rank 2 stopped answering")
 
 
-def test_a_late_thread_leaves_the_job_that_runs_to_its_own_thread() -> None:
-    lane, abandoned, runs = object.__new__(Lane), Future[None](), Future[None]()
-    lane._claim, lane._current = threading.Lock(), (runs, lambda: None)
-    assert not lane._claims(abandoned)
-    assert lane._claims(runs)
-
-
 class _Named:
     """A group of a closed lane."""
 

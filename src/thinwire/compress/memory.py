@@ -1,7 +1,5 @@
 """Memories of the unsent rest of gradients: error feedback and momentum correction, as wrappers."""
 
-from __future__ import annotations
-
 from dataclasses import KW_ONLY, dataclass, replace
 
 import torch

@@ -8,8 +8,6 @@ memory where all ranks have one of their own gradients, so it is multiplied by t
 of its rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

@@ -18,8 +18,6 @@ All versions in `c10d.TESTED` have the names that `needed` yields. Done without,
 | ``_take_unsharded_grads_to_reduce``, ``_reduce_scatter_param_indices`` | FSDP2 | 2.15 |
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from functools import reduce

@@ -1,7 +1,5 @@
 """Hugging Face `Trainer`, and those built on it: sentence-transformers and TRL. One callback is all."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Compile every kernel, or load it, before it is needed."""
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

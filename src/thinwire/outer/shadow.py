@@ -1,7 +1,5 @@
 """ShadowSync: rounds in the background, as often as the network allows, none of which blocks a step of training."""
 
-from __future__ import annotations
-
 import threading
 import time
 import weakref

@@ -1,7 +1,5 @@
 """Rounds in step with training: fragments take turns, are launched after counted inner steps, and land later."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field

@@ -15,8 +15,6 @@ all-reduce (Rabenseifner, ICCS 2004). If the world size is not a power of two, t
 hand their parts to a partner, own nothing, and get the result at the end.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise

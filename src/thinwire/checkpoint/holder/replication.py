@@ -1,7 +1,5 @@
 """Sending versions to a peer's holder under grants, and receiving them, whether as a replica or at recovery."""
 
-from __future__ import annotations
-
 import ctypes
 import socket
 import threading

@@ -1,7 +1,5 @@
 """The holder: one process on each host that keeps checkpoint versions in memory beyond the life of the trainers."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import logging

@@ -1,7 +1,5 @@
 """Sessions of a holder with its callers: local trainers, and the holders of peers."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

@@ -6,8 +6,6 @@ A piece is 128 Ki elements of a tensor, or the rest of it. A code as long as its
 floating-point number, what is short, and what does not pay. Slots have room for all pieces as they are.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Decoding of a layout and tensors to a state, in place wherever the training has the tensor already."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -19,7 +19,7 @@ import thinwire
 from clocks import SlowRange
 from thinwire.errors import told
 from thinwire.gradients import exact
-from thinwire.gradients.ddp import _dispatchers, _stock, _stock_sparse
+from thinwire.gradients.ddp import _dispatchers, _stock
 from thinwire.gradients.exact import NativeAllReduce
 from thinwire.gradients.steps import trials
 from thinwire.gradients.steps.dense import DenseChoice
@@ -330,7 +330,7 @@ def _keeps_its_gradient(context: RankContext) -> list[bool]:
     native = NativeAllReduce(dist.group.WORLD, exact.GradientSync("auto"), thinwire.LostPeerError)  # type: ignore[arg-type]
     for start in (
         lambda gradient: native.start_sparse("table", gradient, Clock().submit(Load("bucket 0"))),
-        lambda gradient: _stock_sparse(dist.group.WORLD, gradient),  # type: ignore[arg-type]
+        lambda gradient: _stock(dist.group.WORLD, gradient),  # type: ignore[arg-type]
     ):
         gradient = torch.sparse_coo_tensor(torch.tensor([[1, 1, 3]]), torch.ones(3, 2), (5, 2))
         parts = gradient._indices(), gradient._values()

@@ -134,8 +134,7 @@ class _Dispatcher:
             )
         if self.target is not None:
             return self.target(bucket)
-        start = _stock_sparse if bucket.buffer().is_sparse else _stock
-        return start(self.process_group, bucket.buffer())
+        return _stock(self.process_group, bucket.buffer())
 
 
 _dispatchers: WeakKeyDictionary[DistributedDataParallel, _Dispatcher] = WeakKeyDictionary()
@@ -190,18 +189,18 @@ def renew(ddp: DistributedDataParallel) -> bool:
 
 
 def _stock(process_group: dist.ProcessGroup, gradient: Tensor) -> Future[Tensor]:
-    """Start a mean of the bits of DDP without a hook, which multiplies, where torch's `allreduce_hook` divides."""
-    work = dist.all_reduce(gradient.mul_(1.0 / process_group.size()), group=process_group, async_op=True)
-    assert work is not None
-    return work.get_future().then(lambda done: (done.value(), gradient)[1])
-
-
-def _stock_sparse(process_group: dist.ProcessGroup, gradient: Tensor) -> Future[Tensor]:
-    total = gradient.detach()  # torch's thread replaces its indices and values, see `NativeAllReduce.start_sparse`
+    """Start a mean of the bits of DDP without a hook: of a product, or of a quotient if it is sparse."""
+    size, is_sparse = process_group.size(), gradient.is_sparse
+    # torch's thread replaces indices and values of a sparse one, see `NativeAllReduce.start_sparse`
+    total = gradient.detach() if is_sparse else gradient.mul_(1.0 / size)
     work = dist.all_reduce(total, group=process_group, async_op=True)
     assert work is not None
-    world_size = process_group.size()
-    return work.get_future().then(lambda done: torch.div(done.value()[0], world_size))
+
+    def mean(done: Future[Any]) -> Tensor:
+        (summed,) = done.value()  # of a complex one, a view of it as pairs
+        return torch.div(summed, size) if is_sparse else gradient
+
+    return work.get_future().then(mean)
 
 
 class Plug:

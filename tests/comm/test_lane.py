@@ -147,11 +147,11 @@ def test_ranks_that_wait_for_one_that_does_not_come_name_it_within_the_timeout()
     assert first.value.startswith("rank 2 stopped answering")
 
 
-class _Named:
+class _Numbered:
     """A group of a closed lane."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, number: int) -> None:
+        self.number = number
 
     def lost(self) -> set[int]:
         return set()
@@ -159,11 +159,11 @@ class _Named:
 
 def test_ranks_that_closed_lanes_in_different_orders_take_the_same_group() -> None:
     taken = []
-    for names in ("ab", "ba"):
-        parent: Any = _Named("")
-        lane_module._idle_groups[parent] = [(MEET, _Named(name)) for name in names]  # type: ignore[misc]
-        taken.append([lane_module._take_group(parent, MEET, Notes(None, 0, ())).name for _ in names])
-    assert taken == [["a", "b"]] * 2
+    for numbers in ((3, 5), (5, 3)):
+        parent: Any = _Numbered(0)
+        lane_module._idle_groups[parent] = [(MEET, _Numbered(one)) for one in numbers]  # type: ignore[misc]
+        taken.append([lane_module._take_group(parent, MEET, Notes(None, 0, ())).number for _ in numbers])
+    assert taken == [[3, 5]] * 2
 
 
 @pytest.mark.parametrize("size", [1 << 60, 0, -1])

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import itertools
 import os
 import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -75,6 +76,9 @@ Connected = tuple[Connection, _Socket]
 Gather = Callable[[bytes], list[bytes]]
 
 
+_numbers = itertools.count()
+
+
 class PrivateGroup:
     """A Gloo group that nothing else uses, with the addresses that identify its sockets.
 
@@ -87,15 +91,17 @@ class PrivateGroup:
         make: makes the group, in a collective call of its ranks; so this constructor is collective too.
         gather: gathers bytes of each rank, in rank order; None does so over the new group, where nobody tells a rank
             that waits that another one failed before it knew all addresses.
-        name: what all ranks call it.
+
+    Attributes:
+        number: grows with each group of this process, so ranks have those of one parent in the same order.
     """
 
     MAX_BYTES = 4 << 20
     """Most bytes of the addresses of one rank's connections: 200,000 of them."""
 
-    def __init__(self, make: Callable[[], dist.ProcessGroup], gather: Gather | None = None, name: str = "") -> None:
+    def __init__(self, make: Callable[[], dist.ProcessGroup], gather: Gather | None = None) -> None:
         before = set(_listening())
-        self.process_group, self.name = make(), name
+        self.process_group, self.number = make(), next(_numbers)
         self._addresses: set[Address] = set()
         self._sockets: dict[int, _Socket] = {}
         self._processes: list[list[Connected]] = []

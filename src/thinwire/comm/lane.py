@@ -114,10 +114,10 @@ def _take_group(parent: dist.ProcessGroup, timeout: timedelta | None, notes: Not
 
     Groups are kept because each costs a few connections and threads, and the wait until all ranks have connected. One
     that a rank hung up, as after a step that it did not complete, is gone for all of them. Ranks may have closed lanes
-    in different orders, so the names decide which group is the next.
+    in different orders, so the group that was made first is the next.
     """
     idle = _idle_groups.setdefault(parent, [])
-    for entry in sorted(idle, key=lambda entry: entry[1].name):
+    for entry in sorted(idle, key=lambda entry: entry[1].number):
         idle_timeout, group = entry
         if group.lost():
             idle.remove(entry)
@@ -205,7 +205,7 @@ def _connect(
         # Torch makes a group without a barrier, so the first ranks have all their connections while others still make
         # theirs. If one of the first failed then and hung up, a rank that connects to a peer of it would try until the
         # timeout. So each waits until all have sent their addresses.
-        return PrivateGroup(lambda: gloo_group(name, ranks, limit), lambda data: _gather(data, parent, limit), name)
+        return PrivateGroup(lambda: gloo_group(name, ranks, limit), lambda data: _gather(data, parent, limit))
     except RuntimeError as error:
         raise _not_all_here(parent, str(error).splitlines()[0]) from error
 

@@ -147,6 +147,36 @@ def test_ranks_that_wait_for_one_that_does_not_come_name_it_within_the_timeout()
     assert first.value.startswith("rank 2 stopped answering")
 
 
+def _has_its_group(context: RankContext) -> bool:
+    """Rank 0 takes the group of native sums once rank 1 has its own, or, as it should be, cannot have it yet."""
+    first, store, has_waited = Lane(dist.group.WORLD, MEET), default_store(), list[bool]()
+    first.native_group()
+    first.close()  # both groups are kept for the next lane
+    lane = Lane(dist.group.WORLD, MEET)
+    take = lane_module._take_group
+
+    def late(*arguments: Any) -> PrivateGroup:
+        if context.rank == 0:
+            with pytest.raises(RuntimeError, match="timeout"):
+                store.wait(["rank 1 has it"], timedelta(seconds=1))
+            has_waited.append(True)
+        return take(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lane_module, "_take_group", late)
+        lane.native_group()
+    if context.rank == 1:
+        store.set("rank 1 has it", "")
+    dist.barrier()
+    lane.close()
+    return has_waited == [True] * (context.rank == 0)
+
+
+@pytest.mark.ranks
+def test_no_rank_goes_on_before_all_have_the_group_of_native_sums() -> None:
+    assert all(outcome.value for outcome in run_ranks(_has_its_group, world_size=2, timeout_seconds=60))
+
+
 class _Numbered:
     """A group of a closed lane."""
 

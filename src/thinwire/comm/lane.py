@@ -439,6 +439,7 @@ class Lane:
                 self._native = _take_group(parent, self._timeout, self.notes)
             except LostPeerError as error:
                 raise _told(parent, self.notes, error, self._timeout) from error
+            self.agree("who has the group of native sums", [1.0])  # else one could hang up before another has it
         return self._native.process_group
 
     def submit(

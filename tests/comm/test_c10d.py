@@ -34,6 +34,18 @@ def test_groups_have_a_device_a_store_and_a_name_of_our_choice() -> None:
     dist.destroy_process_group(group)
 
 
+@pytest.mark.usefixtures("one_rank")
+def test_a_local_group_of_torchs_has_the_same_name_whatever_groups_are_ours() -> None:
+    """Before 2.14 torch counts groups for it."""
+    group = c10d.gloo_group("another name", [0], timedelta(seconds=9))
+    one = dist.new_group([0], use_local_synchronization=True)
+    dist.destroy_process_group(group)
+    two = dist.new_group([0], use_local_synchronization=True)
+    assert one.group_name != two.group_name
+    dist.destroy_process_group(two)
+    dist.destroy_process_group(one)
+
+
 def test_groups_of_gloo_have_a_timeout() -> None:
     assert c10d.default_timeout() > timedelta(0)
 

@@ -6,8 +6,6 @@ A version that some ranks have and some do not is never complete, so it is never
 stays.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections import deque

@@ -11,8 +11,6 @@ iteration. A coded version is coded in its slot, on a thread of low priority, wh
 checkpoints; then it is published.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import queue

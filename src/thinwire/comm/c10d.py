@@ -10,17 +10,20 @@ Each call that makes groups looks by `check_names` at all that it needs, before 
 | ``_reduce_scatter_base``, ``_allgather_base`` of a group (``_single`` since 2.13) | 2.11 to 2.15 |
 | ``_set_default_timeout`` and ``options._timeout`` of a back end | 2.11 to 2.15 |
 | ``_get_default_timeout``, ``_create_process_group_wrapper``, ``_DistributedBackendOptions`` | 2.11 to 2.15 |
+| ``_hash_ranks_to_str`` with ``_world.pg_names``; later it counts otherwise | 2.11 to 2.13 |
 | ``set_code_exec_strategy`` and its types of ``torch._C._dynamo.eval_frame``; ``_torchdynamo_disable`` | 2.11 to 2.15 |
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from itertools import chain
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -80,9 +83,25 @@ def gloo_group(name: str, ranks: Sequence[int], timeout: timedelta) -> dist.Proc
     ranks that made different numbers of groups wait for each other under different names.
     """
     about: Any = len(ranks), ranks.index(dist.get_rank()), list(ranks), dist.Backend("gloo"), default_store(), name
+    stock: Any = getattr(distributed_c10d, "_hash_ranks_to_str", None)
+    if stock is not None and "pg_names" in stock.__code__.co_names:
+        distributed_c10d._hash_ranks_to_str = _hash_ranks
     group: Any = distributed_c10d._new_process_group_helper(*about, timeout=timeout)[0]
+    _ours.add(group)
     distributed_c10d._world.pg_group_ranks[group] = {rank: number for number, rank in enumerate(ranks)}
     return group
+
+
+_ours = WeakSet[dist.ProcessGroup]()
+
+
+def _hash_ranks(ranks: Sequence[int]) -> str:
+    """Return the name of a local group as torch makes it before 2.14, from the number of groups: ours do not count.
+
+    They end when a lane does, after which torch would give a name twice, and some ranks may have more of them.
+    """
+    others = sum(group not in _ours for group in [*distributed_c10d._world.pg_names])
+    return hashlib.sha1("_".join(map(str, [*ranks, others])).encode(), usedforsecurity=False).hexdigest()
 
 
 def unregistered_group(store: dist.Store, ranks: Sequence[int], rank: int, timeout: timedelta) -> dist.ProcessGroup:

@@ -1,7 +1,5 @@
 """`Synchronizer`: the statistics, the state, and the end of a synchronization."""
 
-from __future__ import annotations
-
 import weakref
 from abc import ABC, abstractmethod
 from collections import ChainMap

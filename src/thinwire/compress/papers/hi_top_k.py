@@ -1,7 +1,5 @@
 """HiTopKComm, the joint part of all ranks: dense inside a host, the largest elements of its sum to the other hosts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial

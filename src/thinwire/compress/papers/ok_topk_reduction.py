@@ -3,8 +3,6 @@
 `OkTopkTask` is one gradient in a run: this rank's selection, the sums of its region, and which of them pass.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """The all-gather of payloads, which each rank adds up: for all payloads that cannot be added before decoding."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise

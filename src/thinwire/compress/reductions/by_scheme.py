@@ -1,7 +1,5 @@
 """Selected elements added up by an exact scheme of `thinwire.sums`, which loses nothing more."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass

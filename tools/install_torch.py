@@ -37,8 +37,9 @@ def main() -> None:
         if pip("--no-deps", "--index-url", CPU_INDEX, "--timeout", "15", "--retries", "1") == 0:
             return
         print(f"torch: {CPU_INDEX} has no build for this Python and machine, so pip's own index", flush=True)
-    status = pip()
-    if status:
+    if status := pip():
+        print("torch: where a constraint of yours caps it (`pip config list`), go on with", file=sys.stderr)
+        print("       PIP_CONSTRAINT= PIP_CONFIG_FILE=/dev/null make ...", file=sys.stderr, flush=True)
         sys.exit(status)
 
 

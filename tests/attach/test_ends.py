@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import sys
 import threading
@@ -27,7 +28,12 @@ kept: dict[str, Any] = {}
 
 
 def end_python() -> None:
-    """What `sys.exit` comes to once nobody has caught it; a rank of the testbed ends otherwise."""
+    """What `sys.exit` comes to once nobody has caught it; a rank of the testbed ends otherwise.
+
+    Since Python 3.13, what multiprocessing forks has forgotten what its fork server had registered to run at the end.
+    """
+    atexit.unregister(lane._end_all)
+    atexit.register(lane._end_all)
     ctypes.pythonapi.Py_Exit(0)
 
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 from torch.distributed.elastic.rendezvous.api import (
@@ -144,6 +144,20 @@ def test_a_standby_takes_the_place_of_the_endpoint_host_that_died(hosts: Hosts) 
     infos["c"].store.set("key", b"value")
     assert infos["b"].store.get("key") == b"value"
     assert [infos[name].store.add("members", 1) for name in "bc"] == [1, 2]
+
+
+def test_a_host_counts_once_its_store_listens(hosts: Hosts) -> None:
+    """Else the workers of others would be given port 0, if it became the first."""
+    a, b = (hosts.start(name, (2, 2), keep_alive_interval="60") for name in "ab")
+    hosts.join("b")
+    wait_until(lambda: b._boards.serving)
+    with patch.object(a, "_ended", Mock(**{"wait.side_effect": [False, True]})):
+        a._keep_in_touch()
+    assert b._sync(choose=False)["rank"] is None
+    hosts.join("a")
+    ports = {info.bootstrap_store_info.master_port for info in hosts.joined("a", "b").values()}
+    assert len(ports) == 1
+    assert ports != {0}
 
 
 def test_an_agent_that_starts_again_on_its_host_has_its_place_and_its_holder(hosts: Hosts) -> None:

@@ -106,7 +106,7 @@ class ElasticRendezvous(RendezvousHandler):
             lambda: Board(self._run_id, (low, high), self._patience, last_call),
         )
         self._hosts = [low, high]
-        self._want, self._fresh, self._claim, self._master = "join", True, self._read_claim(), [self._address, 0]
+        self._want, self._fresh, self._claim, self._master = "", True, self._read_claim(), [self._address, 0]
         self._heard, self._over, self._closed = time.monotonic(), False, False
         self._lock = threading.Lock()
         for target in (self._keep_in_touch, self._keep_holder, self._watch_steps):
@@ -233,7 +233,8 @@ class ElasticRendezvous(RendezvousHandler):
     def _keep_in_touch(self) -> None:
         while not self._ended.wait(self._interval):
             try:
-                self._sync(choose=False)
+                if self._want:  # a host that has not joined yet has no store for the workers of others
+                    self._sync(choose=False)
             except (ThinwireError, ValueError) as error:
                 if not self._over and self._want == "run" and time.monotonic() > self._heard + self._patience:
                     logger.warning("run %s: %s; workers start again with those that answer", self._run_id, error)

@@ -27,6 +27,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from thinwire.checkpoint.holder.acceptor import listen_unix
 from thinwire.checkpoint.holder.start import end_with_parent, socket_path
 from thinwire.errors import LostPeerError
 
@@ -60,12 +61,7 @@ class Warm:
 def serve() -> None:
     """Import what the script imports, and fork a worker for each request; returns never, except in the workers."""
     end_with_parent()
-    path = _path()
-    path.unlink(missing_ok=True)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        listener.bind(str(path))
-        path.chmod(0o600)
-        listener.listen(64)  # so workers wait for the imports
+    with listen_unix(_path(), socket.SOCK_SEQPACKET) as listener:  # so workers wait for the imports
         _preload(sys.argv[1:])
         gc.collect()
         gc.freeze()  # so the collector of a worker does not copy the pages of the modules

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from thinwire.checkpoint.holder.acceptor import Acceptor
+from thinwire.checkpoint.holder.acceptor import BACKLOG, Acceptor, listen_unix
 from thinwire.checkpoint.holder.frames import Connection, Handshake
 from thinwire.checkpoint.holder.metrics import HttpRequest
 from thinwire.checkpoint.holder.replication import call, parse_address, receive_payload, tune
@@ -32,7 +32,6 @@ _MAX_CONNECTIONS = 512  # of trainers, and as many of peers
 _MOST_STREAMS = 8  # sources of a version that is fetched
 _STRIPE = 4  # chunks that one of them sends at a time, at most
 _SLOWER, _LEAST_SECONDS = 3, 0.5  # a stripe takes so many times as long as another source needs, or that long, and goes
-_BACKLOG = 1024  # connections that the kernel keeps until they are accepted
 _SENDING = "bytes_pending", "bytes_sent", "bytes_unchanged", "dropped"  # of a shard, over all its replicas
 _WILDCARDS = {"0.0.0.0", "::", "::ffff:0.0.0.0"}
 
@@ -485,26 +484,17 @@ def _claim(socket_path: Path) -> int:
 def _listen_unix(path: Path) -> socket.socket:
     if path.exists() and not path.is_socket():
         raise ValueError(f"cannot listen at {path}: what is there is no socket, so it is not replaced")
-    path.unlink(missing_ok=True)  # of a holder that was killed: the lock says that it is gone
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        old = os.umask(0o177)
-        try:
-            listener.bind(str(path))
-        finally:
-            os.umask(old)
-        listener.listen(_BACKLOG)
+        return listen_unix(path, socket.SOCK_STREAM)  # a holder that was killed left one: the lock says that it is gone
     except OSError as error:
-        listener.close()
         raise ValueError(f"cannot listen at {path}: {error}") from error
-    return listener
 
 
 def _listen_tcp(bind: str, port: int) -> tuple[socket.socket, str]:
     try:
         family, _, _, _, where = socket.getaddrinfo(bind, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         dual = family == socket.AF_INET6  # to all addresses of IPv6 means to those of IPv4, too
-        listener = socket.create_server(where, family=family, backlog=_BACKLOG, dualstack_ipv6=dual)
+        listener = socket.create_server(where, family=family, backlog=BACKLOG, dualstack_ipv6=dual)
     except OSError as error:
         raise ValueError(f"cannot bind to {bind}, port {port}: {error}; give an address of this host") from error
     host, port = listener.getsockname()[:2]

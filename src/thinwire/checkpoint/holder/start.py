@@ -31,7 +31,7 @@ SECRET_VARIABLE, SOCKET_VARIABLE = "THINWIRE_SECRET", "THINWIRE_HOLDER"
 AGENT_VARIABLE = "THINWIRE_AGENT"  # the process of the elastic agent, for its workers
 STANDBYS_VARIABLE = "THINWIRE_STANDBYS"  # holders of hosts that stand by or are gone, for them too
 PATIENCE_SECONDS = 60.0  # to start, or to end: a process that fails says so at once, and a busy host took 20 s for one
-_PATH_BYTES = 100  # of the 107 of <sys/un.h>: warm workers listen beside it, at PATH.warm
+_PATH_BYTES = 100  # of the 107 of <sys/un.h>: warm workers listen beside it, first at PATH.warm~
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 _EXITING = 0x4  # in the flags of a process (PF_EXITING of <linux/sched.h>): its memory may take long to free
 

@@ -396,7 +396,7 @@ def test_ranks_of_a_host_with_thinwire_attached(hosts: Hosts) -> None:
     first.kill(at=26)
     stats = first.stats(0)
     assert "idle timespans" in stats["checkpoint/grants"]
-    assert 0 < stats["checkpoint/idle_seconds"] < stats["checkpoint/iteration_seconds"]
+    assert 0 < stats["checkpoint/idle_seconds"] <= stats["checkpoint/iteration_seconds"]
     # A slot is written again when all peers have what is in it, so each version but that which is on its way was sent.
     (size,) = {version["payload_bytes"] for version in hosts.shard("a", owner=0)["versions"]}
     gone = stats["checkpoint/bytes_sent"] + stats["checkpoint/bytes_unchanged"]

@@ -121,9 +121,9 @@ def test_lies_are_harmless_or_raise() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(900)
 def test_many_lies_are_harmless_or_raise() -> None:
-    _lie_until(100_000)
+    _lie_until(10_000)
 
 
 def _changing(field: str, value: int) -> Any:

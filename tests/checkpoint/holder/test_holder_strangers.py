@@ -359,7 +359,7 @@ while True:
 """
 
 
-@pytest.mark.parametrize("frames_said", [300, pytest.param(40_000, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
+@pytest.mark.parametrize("frames_said", [300, pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
 def test_whatever_is_said_memory_stays_and_nobody_is_kept_out(tmp_path: Path, frames_said: int) -> None:
     chance = random.Random(frames_said)
 

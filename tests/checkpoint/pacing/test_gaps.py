@@ -124,6 +124,8 @@ def test_the_pacer_profiles_the_lane(clock: FakeClock) -> None:
         assert pacer.idle_seconds == pytest.approx(2.0)
         assert pacer.iteration_seconds == pytest.approx(4.0)
         assert "idle timespans" in pacer.how
+        iterate(pacer, clock, 20, 1.0)
+        assert pacer.idle_seconds == pytest.approx(1.0), "no more than there is of an iteration by now"
     finally:
         pacer.close()
 

@@ -325,7 +325,7 @@ def run_with(kernels: str, function: Callable[..., Any], names: Sequence[str], w
     """The reports of all ranks, by name: with the reference kernels, or with those of Triton in its interpreter."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1") if kernels == "triton" else patch.delenv("TRITON_INTERPRET", False)
-        outcomes = run_ranks(function, list(names), world_size=world_size, timeout_seconds=110)
+        outcomes = run_ranks(function, list(names), world_size=world_size, timeout_seconds=600)
     return {name: [outcome.value[place] for outcome in outcomes] for place, name in enumerate(names)}
 
 

@@ -226,8 +226,9 @@ class Pacer:
 
     @property
     def idle_seconds(self) -> float:
-        """Seconds of an iteration in which the network is idle, as far as known."""
-        return sum(self.profile.spans) if self.profile is not None else self.iteration_seconds
+        """Seconds of an iteration in which the network is idle, as far as known; a profile may be of longer ones."""
+        known = self.iteration_seconds if self.profile is None else sum(self.profile.spans)
+        return min(known, self.iteration_seconds)
 
     def note_busy(self, started: float, ended: float) -> None:
         """Record that a job of the lane ran from ``started`` to ``ended`` (`time.perf_counter`)."""

@@ -33,7 +33,8 @@ def _saved(hosts: Hosts, directory: Path) -> Job:
     hosts.start("ab")
     storage: dict[str, Any] = {"disk": Disk(directory / "disk", every=0.001)}
     job = Job(hosts.sockets("ab"), steps=_STEPS, storage=storage)
-    run(job)
+    started = restart(job)  # which says what a rank died of
+    assert started.ended == "fresh", started
     hosts.settle("ab")
     return job
 
@@ -95,7 +96,7 @@ def left_behind(directory: Path) -> Outcome:
         hosts.start("cd")
         elsewhere = Job(hosts.sockets("cd"), steps=_STEPS + 3, storage=job.storage)
         went_on = restart(elsewhere)
-        assert went_on.source == "disk"
+        assert went_on.source == "disk", went_on
         back = restart(Job(job.sockets, steps=_STEPS + 3, storage=job.storage))
         assert back.step > went_on.step, "what the run has become elsewhere is lost"
         return back

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from thinwire.gradients.tables import TableGradient
 from thinwire.lab.bench.methods import AGSPARSE_TORCH, scheme_of
 from thinwire.lab.bench.turns import Turns, timed
 from thinwire.lab.bench.workload import Workload
+from thinwire.lab.digests import digest_of
 from thinwire.lab.testbed.rank import RankContext
 from thinwire.rows.sparse import SparseRows
 from thinwire.sums.named import AUTO, DENSE, name_of
@@ -85,7 +85,7 @@ def measure(
                 None if points[method] == AGSPARSE_TORCH else runs[method][-1].sent_between_hosts_bytes
             ),
             chosen=str(points[method]) if isinstance(points[method], str) else name_of(points[method]),
-            digest=_digest(results[method]),
+            digest=digest_of((results[method].ids, results[method].values)),
             max_abs_error=errors.get(method),
             machine=machine,
         )
@@ -216,10 +216,3 @@ def _deviation(result: SparseRows, union: Tensor, exact: Tensor) -> float:
     difference.index_add_(0, indices[inside], -result.values[inside].double())
     largest = difference.abs().max() if difference.numel() else torch.zeros(())
     return float(torch.maximum(largest.double(), extra))
-
-
-def _digest(rows: SparseRows) -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    digest.update(rows.ids.numpy().tobytes())
-    digest.update(rows.values.contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()

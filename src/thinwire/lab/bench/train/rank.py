@@ -21,6 +21,7 @@ from thinwire.lab.bench.train.account import Account, interface_bytes_sent
 from thinwire.lab.bench.train.curve import evaluation_steps, smoothed, window_of
 from thinwire.lab.bench.train.methods import Method, method_of, method_of_plan
 from thinwire.lab.bench.train.planned import Planning
+from thinwire.lab.digests import digest_of
 from thinwire.lab.harmless import harmless
 from thinwire.lab.testbed.rank import RankContext
 
@@ -120,7 +121,7 @@ def train(context: RankContext, training: JobTraining, data: Data | None) -> Ran
     record.rounds, record.lossless_bits_per_value = account.rounds, account.lossless_bits_per_value
     record.losses_digest = trainer.losses.hexdigest()
     trainer.method.finish()
-    record.digest = digest(trainer.network)
+    record.digest = digest_of(trainer.network.parameters())
     trainer.method.close()
     return record
 
@@ -283,15 +284,6 @@ def set_up_optimizer(
         groups += [{**group, "params": parts[0], **changed}, {**group, "params": parts[1]}]
     optimizer.param_groups[:] = [group for group in groups if group["params"]]
     return optimizer
-
-
-def digest(model: nn.Module) -> str:
-    """Return a hash of the bytes of every parameter, in order of their names."""
-    state = hashlib.blake2b(digest_size=16)
-    for name, parameter in sorted(model.named_parameters()):
-        state.update(name.encode())
-        state.update(parameter.detach().contiguous().flatten().view(torch.uint8).numpy().data)
-    return state.hexdigest()
 
 
 def _check_device(model: nn.Module, job: OwnJob) -> None:

@@ -48,7 +48,7 @@ def checkpoint(
 ) -> None:
     """Train with a checkpoint in every iteration by each method in turn; then kill the trainings, and a host."""
     from thinwire.lab.bench.checkpoint.benchmark import CheckpointBenchmark
-    from thinwire.lab.bench.checkpoint.report import write_picture, write_report
+    from thinwire.lab.bench.checkpoint.report import build_report, write_picture
     from thinwire.lab.bench.checkpoint.work import TrainingWork
     from thinwire.lab.testbed.launch import RanksFailed
     from thinwire.lab.testbed.network import Link, NetAdminError
@@ -70,7 +70,7 @@ def checkpoint(
         result = _run(benchmark, quiet)
         _print(result, console)
         if report is not None:
-            write_report(result, report)
+            build_report(result).write(report)
         if picture is not None:
             write_picture(result, picture)
         write_json(result, json_path)

@@ -63,7 +63,8 @@ class CheckpointMethod(Protocol):
         """Restore the newest checkpoint and return the number of steps before it; None if there is none."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Free what the method has, which may be nothing."""
 
 
 def cpu_seconds(destination: Destination, rank: int) -> float:
@@ -93,9 +94,6 @@ class NoCheckpoints(CheckpointMethod):
 
     def restore(self) -> int | None:
         return None
-
-    def close(self) -> None:
-        """Do nothing: there is nothing to free."""
 
 
 class InPeers:

@@ -126,9 +126,6 @@ class Nvrx(CheckpointMethod):
         loaded, _ = self._manager.load()
         return self._training.adopt(loaded.whole())
 
-    def close(self) -> None:
-        """Do nothing: there is nothing to free."""
-
 
 class CpuState:
     """A state in NVRx's interface for it (`TensorAwareStateDict`): its own class for that insists on CUDA."""

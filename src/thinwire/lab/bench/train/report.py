@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from thinwire.lab import palette
@@ -122,11 +121,6 @@ def _loss_pictures(report: Report, rows: Sequence[dict[str, Any]], loss: str) ->
         _in_words(first_seed, _BYTES, "MB"),
         height_inches=4.0,
     )
-
-
-def write_report(result: dict[str, Any], path: Path) -> None:
-    """Write the page."""
-    build_report(result).write(path)
 
 
 def _lossy_of(rows: Sequence[dict[str, Any]]) -> set[str]:

@@ -72,7 +72,7 @@ def gathered_bytes(gradient: Tensor, world_size: int) -> int:
 
 
 class _Hooked(RunningMethod):
-    """Base of DDP's communication hooks. Lists of rows have nothing to cast or factorize, and are averaged as by DDP."""
+    """Base of hooks of DDP. Lists of rows have nothing to cast or factorize, and are averaged as DDP does."""
 
     def __init__(self, model: DistributedDataParallel, state: object = None) -> None:
         self._encode_seconds = self._wire_seconds = self._decode_seconds = self._sent_bytes = 0.0

@@ -83,10 +83,7 @@ class RankRecord:
     link_bytes: int | None = None
     digest: str = ""
     losses_digest: str = ""
-    groups: float | None = None
-    tensor_missing_rate: float | None = None
-    rounds: float | None = None
-    lossless_bits_per_value: float | None = None
+    account: Account = Account()  # noqa: RUF009  # frozen
     plan: str = ""
 
 
@@ -116,9 +113,7 @@ def train(context: RankContext, training: JobTraining, data: Data | None) -> Ran
     dist.barrier()
     if sent_before is not None:
         record.link_bytes = (_link_bytes(training) or 0) - sent_before
-    account = trainer.method.account()
-    record.groups, record.tensor_missing_rate = account.groups, account.tensor_missing_rate
-    record.rounds, record.lossless_bits_per_value = account.rounds, account.lossless_bits_per_value
+    record.account = trainer.method.account()
     record.losses_digest = trainer.losses.hexdigest()
     trainer.method.finish()
     record.digest = digest_of(trainer.network.parameters())

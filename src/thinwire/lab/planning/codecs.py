@@ -182,11 +182,9 @@ class EchoPeers:
         """Do nothing: the copies inside an all-reduce belong to the link's curve."""
 
     def all_gather(self, prepare: Callable[[], Tensor], max_bytes: int) -> Sequence[EchoedMessage]:
-        del max_bytes
         return [EchoedMessage(_sealed(prepare()))] * self.world_size
 
     def all_to_all(self, prepare: Callable[[], Sequence[Tensor]], max_bytes: int) -> Sequence[EchoedMessage]:
-        del max_bytes
         messages = [_sealed(message) for message in prepare()]
         return [EchoedMessage(messages[self.rank])] * self.world_size
 

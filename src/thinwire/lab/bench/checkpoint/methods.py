@@ -89,7 +89,6 @@ class NoCheckpoints(CheckpointMethod):
     """A method without checkpoints: the training by itself."""
 
     def step(self, step: int) -> bool:
-        del step
         return False
 
     def restore(self) -> int | None:
@@ -119,7 +118,6 @@ class InPeers:
         return synchronizer
 
     def step(self, step: int) -> bool:
-        del step
         self.checkpointer.step()
         records = self.checkpointer.records()
         return bool(records) and records[-1].step == self.checkpointer.steps and not records[-1].skipped

@@ -163,7 +163,6 @@ class CpuState:
         self._tensors = [torch.empty(shape, dtype=dtype) for shape, dtype in self._shapes]
 
     def copy_tensors_to_cpu(self, non_blocking: bool = False) -> None:
-        del non_blocking
         self._tensors = [tensor.clone() for tensor in self.tensors]
 
     def restore_tensor_device(self, non_blocking: bool = True) -> None:

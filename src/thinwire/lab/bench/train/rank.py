@@ -196,7 +196,6 @@ class _Trainer:
         return DistributedDataParallel(self.network, init_sync=False, bucket_cap_mb=bucket_cap_mb)
 
     def _on_gradient(self, parameter: Tensor) -> None:
-        del parameter
         self.last_gradient_at = time.perf_counter()
 
     def step(self, number: int) -> StepRecord:

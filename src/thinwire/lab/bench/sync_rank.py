@@ -28,7 +28,7 @@ from thinwire.sums.scheme import Scheme
 from thinwire.sums.synchronize import agree, dense_all_reduce, synchronize
 from thinwire.sums.two_level import TwoLevel
 from thinwire.tune.prices import chosen
-from thinwire.tune.trial import Arm, Trial
+from thinwire.tune.trial import Trial
 
 _WARM_UP_ROWS = 64
 _TABLE, _SEEN_STEPS, _MOST_STEPS = "table", 3, 200
@@ -144,7 +144,7 @@ def _point(method: str, lane: Lane, rows: SparseRows) -> Point:
     points: dict[str, Point] = {AGSPARSE_TORCH: AGSPARSE_TORCH}
     for point in (chosen_point or DENSE, *(scheme_of(name) or DENSE for name, _ in rivals)):
         points[name_of(point)] = point.placed(lane.exchange.hosts) if isinstance(point, TwoLevel) else point
-    trial = Trial([Arm(name) for name in points])
+    trial = Trial(list(points))
     while not trial.is_settled and trial.steps < _MOST_STEPS:
         run = _runner(points[trial.arm], lane, rows)
         dist.barrier()
@@ -153,7 +153,7 @@ def _point(method: str, lane: Lane, rows: SparseRows) -> Point:
         numbers = trial.note(time.perf_counter() - started)
         if numbers is not None:
             trial.learn(lane.agree("seconds of sums", numbers))
-    return points[trial.arms[trial.standing].name]
+    return points[trial.arms[trial.standing]]
 
 
 def _runner(point: Point, lane: Lane, rows: SparseRows) -> Run:

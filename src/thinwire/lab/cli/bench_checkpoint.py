@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from thinwire.lab.bench.checkpoint.benchmark import CheckpointBenchmark
 
 app = typer.Typer(add_completion=False)
-_ALIASES = {"dcp": "dcp_sync"}
 
 
 @app.command(
@@ -57,7 +56,7 @@ def checkpoint(
     with clear_errors(ValueError, ImportError, NetAdminError, RanksFailed):
         benchmark = CheckpointBenchmark(
             work=TrainingWork(job, round(state_mb * 1e6), compute_ms / 1e3, dtype),
-            methods=tuple(_ALIASES.get(name.strip(), name.strip()) for name in methods.split(",") if name.strip()),
+            methods=tuple(name.strip() for name in methods.split(",") if name.strip()),
             hosts=hosts,
             link=Link.parse(link),
             steps=steps,

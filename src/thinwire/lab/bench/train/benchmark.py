@@ -137,9 +137,7 @@ def _results(
     rows = []
     for seed in range(benchmark.seeds):
         dense_loss, of_seed = None, []
-        for method in sorted(
-            benchmark.methods, key=lambda method: method != DDP
-        ):  # it is their aim
+        for method in sorted(benchmark.methods, key=lambda method: method != DDP):  # it is their aim
             training = JobTraining(
                 job=benchmark.the_job,
                 method=method,

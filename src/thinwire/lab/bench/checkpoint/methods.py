@@ -49,7 +49,6 @@ class CheckpointMethod(Protocol):
 
     def step(self, step: int) -> bool:
         """Take a turn after ``step`` optimizer steps and return whether a checkpoint was begun."""
-        ...
 
     def finish(self) -> float | None:
         """Wait until the last checkpoint is safe, and return the seconds from its call of `step` until then."""
@@ -61,10 +60,10 @@ class CheckpointMethod(Protocol):
 
     def restore(self) -> int | None:
         """Restore the newest checkpoint and return the number of steps before it; None if there is none."""
-        ...
 
     def close(self) -> None:
         """Free what the method has, which may be nothing."""
+        return
 
 
 def cpu_seconds(destination: Destination, rank: int) -> float:

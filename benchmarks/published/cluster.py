@@ -11,7 +11,7 @@ from functools import cache, cached_property
 
 import numpy as np
 
-from thinwire.lab import collectives
+from published import collectives
 from thinwire.lab.collectives import Collective, CostRow, Numbers, cost_table
 from thinwire.plan.profile import Linear
 

@@ -45,7 +45,7 @@ from thinwire.sums import lossless
 from thinwire.sums.named import AUTO, Rows, name_of, resolve
 from thinwire.tune.call_steps import CallSteps
 from thinwire.tune.playing import SETUP_SECONDS, Agree, Playing, answered
-from thinwire.tune.trial import Arm, Trial
+from thinwire.tune.trial import Trial
 
 __all__ = ("Options", "stats")
 
@@ -471,7 +471,7 @@ class _Choice:
         self._last = 0.0
         self.busy = self._busy_until = 0.0  # seconds for which this rank waited for the network
         self._bytes = self._busy_bytes = 0  # of all native works, and of those whose seconds are known
-        self.trial = Trial([Arm(NATIVE), Arm(LOSSLESS)], SETUP_SECONDS)
+        self.trial = Trial([NATIVE, LOSSLESS], SETUP_SECONDS)
         self._playing = Playing(agree, what, self.trial, self._play)
         self._first: list[list[float]] | Future[list[list[float]]] = []  # calls that steps begin with, of all ranks
 

@@ -254,7 +254,7 @@ def test_calls_that_are_no_steps_any_more_play_what_stands(monkeypatch: pytest.M
     while not choice.codes:
         coded("ab")
     assert not any(coded([f"evaluation {number}" for number in range(50)])[1:])
-    assert choice.trial.arms[choice.trial.standing].name == "native"
+    assert choice.trial.arms[choice.trial.standing] == "native"
     assert any(coded("ab" * 200))
 
 

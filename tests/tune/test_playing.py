@@ -9,7 +9,7 @@ from torch.futures import Future
 
 from thinwire.tune import playing
 from thinwire.tune.playing import Playing
-from thinwire.tune.trial import Arm, Trial
+from thinwire.tune.trial import Trial
 
 
 class Ranks:
@@ -34,13 +34,13 @@ def test_the_faster_arm_stays(how: str, seconds: dict[str, float], monkeypatch: 
     clock, turned = [0.0], list[tuple[str, bool]]()
     monkeypatch.setattr(playing.time, "perf_counter", lambda: clock[0])
     lane: Any = Ranks()
-    trial = Trial([Arm("stock"), Arm("ours")])
+    trial = Trial(["stock", "ours"])
     played = Playing(getattr(lane, how), "sums", trial, lambda arm, stands: turned.append((arm, stands)))
     assert turned[0][0] in seconds
     for _ in range(150):
         played.finish_step()
         for answer, numbers in lane.late:  # during the step after the question
-            assert turned[-1] == (trial.arms[trial.standing].name, True)
+            assert turned[-1] == (trial.arms[trial.standing], True)
             answer.set_result(numbers)
         lane.late.clear()
         clock[0] += seconds[turned[-1][0]]
@@ -52,7 +52,7 @@ def test_a_step_that_is_forgotten_counts_for_nothing(monkeypatch: pytest.MonkeyP
     clock = [0.0]
     monkeypatch.setattr(playing.time, "perf_counter", lambda: clock[0])
     lane: Any = Ranks()
-    played = Playing(lane.agree, "sums", Trial([Arm("stock"), Arm("ours")]), lambda arm, stands: None)
+    played = Playing(lane.agree, "sums", Trial(["stock", "ours"]), lambda arm, stands: None)
     for _ in range(10):
         played.finish_step()
         clock[0] += 1000.0
@@ -66,7 +66,7 @@ def test_the_step_in_which_a_state_is_loaded_counts_for_nothing(monkeypatch: pyt
     clock, turned = [0.0], list[str]()
     monkeypatch.setattr(playing.time, "perf_counter", lambda: clock[0])
     lane: Any = Ranks()
-    played = Playing(lane.agree, "sums", Trial([Arm("stock"), Arm("ours")]), lambda arm, _: turned.append(arm))
+    played = Playing(lane.agree, "sums", Trial(["stock", "ours"]), lambda arm, _: turned.append(arm))
     for _ in range(3):
         played.finish_step()
         clock[0] += 1.0

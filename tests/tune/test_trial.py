@@ -18,7 +18,6 @@ from thinwire.tune.trial import (
     LOOK_STEPS,
     REGRET_SHARE,
     RENT,
-    Arm,
     Gambler,
     Trial,
 )
@@ -27,8 +26,8 @@ STOCK, ROWS, CODED = "stock", "rows", "coded"
 World = Callable[[int, str], float]
 
 
-def arms(*names: str) -> list[Arm]:
-    return [Arm(name) for name in (STOCK, *(names or (ROWS,)))]
+def arms(*names: str) -> list[str]:
+    return [STOCK, *(names or (ROWS,))]
 
 
 def play(trial: Trial, steps: int, world: World, waited: float = 0.0) -> list[str]:
@@ -314,7 +313,7 @@ def test_further_challengers_can_be_offered() -> None:
     trial = Trial(arms())
     world = noisy(9, 0.02, stock=1.0, rows=0.7, coded=0.4)
     play(trial, 300, world)
-    trial.offer([Arm(CODED)])
+    trial.offer([CODED])
     play(trial, 300, world)
     assert trial.arm == CODED
 

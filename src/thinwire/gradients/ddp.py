@@ -126,7 +126,6 @@ class _Dispatcher:
 
     @never_compiled
     def __call__(self, state: object, bucket: dist.GradBucket) -> Future[Tensor]:
-        del state
         if not isinstance(bucket, dist.GradBucket):
             raise ThinwireError(
                 "DDP called the hook without a bucket, as it does under torch._dynamo.config.optimize_ddp ="

@@ -59,7 +59,6 @@ class _FromOutput:
 
     @never_compiled
     def _on_output(self, gradients: tuple[Tensor, ...]) -> None:
-        del gradients
         self.enter()
 
 

@@ -249,7 +249,6 @@ class LookupRows:
 
     def _before_forward(self, module: nn.Module, args: tuple[object, ...]) -> None:
         """Forget the rows of the last backward; a gradient kept for longer may have been edited meanwhile."""
-        del module, args
         if torch.compiler.is_compiling():  # nothing becomes known in a compiled forward
             return
         self._known.clear()
@@ -512,7 +511,6 @@ def _flat_rows(
     batch_size_per_feature_per_rank: list[list[int]] | None = None,
 ) -> Tensor:
     """Return the rows of a flat weight that a lookup of fbgemm reads, in units of `_flat_width`."""
-    del per_sample_weights, feature_requires_grad
     width, units = _flat_width(module), module.D_offsets.diff() // _flat_width(module)
     counts = lookups_of_features(offsets, units.numel(), batch_size_per_feature_per_rank)
     rows = (module.weights_offsets // width).repeat_interleave(counts) + indices * units.repeat_interleave(counts)

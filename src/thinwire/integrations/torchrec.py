@@ -329,7 +329,6 @@ def _recorded(kernel: Any, touched: Tensor) -> Any:
     """Mark the rows that each lookup of a kernel reads while gradients are on, in a bool tensor of all its tables."""
 
     def hook(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
-        del output
         if torch.is_grad_enabled():
             bound = dict(zip(("indices", "offsets", "weights", "requires", "batches"), args, strict=False))
             indices, offsets = (kwargs.get(name, bound.get(name)) for name in ("indices", "offsets"))

@@ -185,11 +185,7 @@ def elements(tensor: Tensor, *others: object, **settings: object) -> int:
 
 def elements_of(index: int) -> Callable[..., int]:
     """Return a function that counts the elements of the argument at an index."""
-
-    def elements(*args: Any, **kwargs: Any) -> int:
-        return args[index].numel()
-
-    return elements
+    return lambda *args, **kwargs: args[index].numel()
 
 
 def indexable(*tensors: Tensor) -> bool:

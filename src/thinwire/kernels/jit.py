@@ -224,7 +224,6 @@ SOURCES = hash_sources()
 @cache
 def _is_current(module: str) -> bool:
     """Return whether the sources are still those of `SOURCES` when a module is imported; else it may be a newer one."""
-    del module
     return hash_sources() == SOURCES
 
 

@@ -33,20 +33,20 @@ Collective = Callable[[int, Numbers, Linear], Numbers]
 
 def parameter_server(world_size: int, size_bytes: Numbers, link: Linear) -> Numbers:
     """Return 2 alpha + 2 p m beta: one server gathers p gradients and broadcasts to p ranks (the lecture's table)."""
-    _check(world_size, size_bytes)
+    check_size(world_size, size_bytes)
     return 2 * (world_size > 1) * (link.alpha + world_size * size_bytes * link.beta)
 
 
 def ring_all_reduce(world_size: int, size_bytes: Numbers, link: Linear) -> Numbers:
     """Return 2 (p - 1) alpha + 2 (p - 1)/p m beta (Patarasuk and Yuan; the lecture's table)."""
-    _check(world_size, size_bytes)
+    check_size(world_size, size_bytes)
     return 2 * (world_size - 1) * (link.alpha + size_bytes / world_size * link.beta)
 
 
 def tree_all_reduce(world_size: int, size_bytes: Numbers, link: Linear) -> Numbers:
     """Return 2 ceil(log2 p) (alpha + m beta): a binomial tree up and then down (Thakur et al., 3.2 and 3.5)."""
-    _check(world_size, size_bytes)
-    return 2 * _rounds(world_size) * (link.alpha + size_bytes * link.beta)
+    check_size(world_size, size_bytes)
+    return 2 * count_rounds(world_size) * (link.alpha + size_bytes * link.beta)
 
 
 def recursive_doubling_all_reduce(world_size: int, size_bytes: Numbers, link: Linear) -> Numbers:
@@ -54,109 +54,28 @@ def recursive_doubling_all_reduce(world_size: int, size_bytes: Numbers, link: Li
 
     If p is no power of two, the ranks beyond one hand over their tensors before and get the sum after: two more steps.
     """
-    _check(world_size, size_bytes)
-    return (_halvings(world_size) + 2 * _is_odd(world_size)) * (link.alpha + size_bytes * link.beta)
+    check_size(world_size, size_bytes)
+    return (count_halvings(world_size) + 2 * is_odd(world_size)) * (link.alpha + size_bytes * link.beta)
 
 
-def halving_doubling_all_reduce(world_size: int, size_bytes: Numbers, link: Linear) -> Numbers:
-    """Return 2 log2 p alpha + 2 (p - 1)/p m beta: recursive halving, then doubling (Rabenseifner; Thakur et al., 3.6).
-
-    If p is no power of two, the cost is that of the largest one below, and two more whole messages.
-    """
-    return 2 * halving_reduce_scatter(world_size, size_bytes, link)
-
-
-def all_reduce(world_size: int, size_bytes: Numbers, link: Linear) -> Numbers:
-    """Return the best of ring, tree, recursive doubling and halving-doubling, as a tuned library chooses."""
-    algorithms = (tree_all_reduce, recursive_doubling_all_reduce, halving_doubling_all_reduce)
-    least = ring_all_reduce(world_size, size_bytes, link)
-    for algorithm in algorithms:
-        least = np.minimum(least, algorithm(world_size, size_bytes, link))
-    return least
-
-
-def ring_reduce_scatter(world_size: int, size_bytes: Numbers, link: Linear) -> Numbers:
-    """Return (p - 1) alpha + (p - 1)/p m beta: half a ring all-reduce (Patarasuk and Yuan)."""
-    return ring_all_reduce(world_size, size_bytes, link) / 2
-
-
-def halving_reduce_scatter(world_size: int, size_bytes: Numbers, link: Linear) -> Numbers:
-    """Return log2 p alpha + (p - 1)/p m beta: recursive halving (Thakur et al., 3.4).
-
-    If p is no power of two, the cost is that of the largest one below, and one more whole message.
-    """
-    _check(world_size, size_bytes)
-    steps, share = _halvings(world_size), 1 - 0.5 ** _halvings(world_size)
-    return (steps + _is_odd(world_size)) * link.alpha + (share + _is_odd(world_size)) * size_bytes * link.beta
-
-
-def reduce_scatter(world_size: int, size_bytes: Numbers, link: Linear) -> Numbers:
-    """Return the better of a ring and recursive halving."""
-    ring = ring_reduce_scatter(world_size, size_bytes, link)
-    return np.minimum(ring, halving_reduce_scatter(world_size, size_bytes, link))
-
-
-def ring_all_gather(world_size: int, size_bytes: Numbers, link: Linear) -> Numbers:
-    """Return (p - 1) (alpha + m beta) for pieces of m bytes (Thakur et al., 3.1)."""
-    _check(world_size, size_bytes)
-    return (world_size - 1) * (link.alpha + size_bytes * link.beta)
-
-
-def all_gather(world_size: int, size_bytes: Numbers, link: Linear) -> Numbers:
-    """Return ceil(log2 p) alpha + (p - 1) m beta for pieces of m bytes (Bruck et al.; Thakur et al., 3.1)."""
-    _check(world_size, size_bytes)
-    return _rounds(world_size) * link.alpha + (world_size - 1) * size_bytes * link.beta
-
-
-def all_to_all(world_size: int, size_bytes: Numbers, link: Linear) -> Numbers:
-    """Return the better of pairwise exchange and Bruck's algorithm (Thakur et al., 3.3).
-
-    (p - 1) alpha + (p - 1)/p m beta, or ceil(log2 p) (alpha + m/2 beta), for m bytes on each rank.
-    """
-    _check(world_size, size_bytes)
-    pairwise = (world_size - 1) * (link.alpha + size_bytes / world_size * link.beta)
-    return np.minimum(pairwise, _rounds(world_size) * (link.alpha + size_bytes / 2 * link.beta))
-
-
-def gather(world_size: int, size_bytes: Numbers, link: Linear) -> Numbers:
-    """Return ceil(log2 p) alpha + (p - 1) m beta: a binomial tree, for pieces of m bytes (Thakur et al., 3.2)."""
-    return all_gather(world_size, size_bytes, link)
-
-
-def broadcast(world_size: int, size_bytes: Numbers, link: Linear) -> Numbers:
-    """Return the better of a binomial tree, and scatter then all-gather (Thakur et al., 3.2).
-
-    ceil(log2 p) (alpha + m beta), or 2 ceil(log2 p) alpha + 2 (p - 1)/p m beta.
-    """
-    _check(world_size, size_bytes)
-    rounds, share = _rounds(world_size), 2 * (world_size - 1) / world_size
-    tree = rounds * (link.alpha + size_bytes * link.beta)
-    return np.minimum(tree, 2 * rounds * link.alpha + share * size_bytes * link.beta)
-
-
-def reduce(world_size: int, size_bytes: Numbers, link: Linear) -> Numbers:
-    """Return the better of a binomial tree, and reduce-scatter then gather: as a broadcast (Thakur et al., 3.5)."""
-    return broadcast(world_size, size_bytes, link)
-
-
-def _check(world_size: int, size_bytes: Numbers) -> None:
+def check_size(world_size: int, size_bytes: Numbers) -> None:
     if not (isinstance(world_size, int) and world_size >= 1):
         raise ValueError(f"a collective has 1 rank or more, not {world_size!r}")
     if not (np.greater_equal(size_bytes, 0) & np.isfinite(size_bytes)).all():
         raise ValueError(f"a message has 0 bytes or more, not {size_bytes!r}")
 
 
-def _rounds(world_size: int) -> int:
+def count_rounds(world_size: int) -> int:
     """ceil(log2 p): of a binomial tree, and of Bruck's algorithms."""
     return (world_size - 1).bit_length()
 
 
-def _halvings(world_size: int) -> int:
+def count_halvings(world_size: int) -> int:
     """log2 of the largest power of two in p."""
     return world_size.bit_length() - 1
 
 
-def _is_odd(world_size: int) -> bool:
+def is_odd(world_size: int) -> bool:
     """Whether p is no power of two, so that ranks are left over."""
     return world_size & (world_size - 1) != 0
 

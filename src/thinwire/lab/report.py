@@ -127,26 +127,17 @@ class Report:
         """Add a heading and a list of sentences; nothing if there are none."""
         if lines:
             entries = "".join(f"<li>{_with_code(line)}</li>" for line in lines)
-            name = self._new_id()
-            self._parts.append(
-                f'<section aria-labelledby="{name}"><h2 id="{name}">{escape(title)}</h2><ul>{entries}</ul></section>'
-            )
+            self._section(escape(title), f"<ul>{entries}</ul>")
 
     def pairs(self, title: str, values: Sequence[tuple[str, str]]) -> None:
         """Add a heading and (name, sentence) pairs."""
-        name = self._new_id()
-        self._parts.append(
-            f'<section aria-labelledby="{name}"><h2 id="{name}">{escape(title)}</h2>{_pairs(values)}</section>'
-        )
+        self._section(escape(title), _pairs(values))
 
     def code(self, text: str, title: str) -> None:
         """Add text to paste, with a button that copies it."""
-        name = self._new_id()
-        self._parts.append(
-            f'<section aria-labelledby="{name}"><h2 id="{name}">{_with_code(title)}</h2><div class="code">'
-            f'<button type="button" onclick="{_COPY}">Copy</button>'
-            f'<pre tabindex="0"><code>{escape(text.strip())}</code></pre></div></section>'
-        )
+        button = f'<button type="button" onclick="{_COPY}">Copy</button>'
+        code = f'<pre tabindex="0"><code>{escape(text.strip())}</code></pre>'
+        self._section(_with_code(title), f'<div class="code">{button}{code}</div>')
 
     def figures(self, values: Sequence[tuple[str, str]]) -> None:
         """Add figures of merit in large print: (what, value). Leave out what has no number."""
@@ -217,6 +208,10 @@ class Report:
         """Write the page as UTF-8."""
         with naming(path):
             Path(path).write_text(self.html(), encoding="utf-8")
+
+    def _section(self, heading: str, body: str) -> None:
+        name = self._new_id()
+        self._parts.append(f'<section aria-labelledby="{name}"><h2 id="{name}">{heading}</h2>{body}</section>')
 
     def _new_id(self) -> str:
         self._ids += 1

@@ -113,9 +113,6 @@ class SteppedRounds(Rounds):
         finally:
             self._is_swapped = False
 
-    def drop(self) -> None:
-        """Do nothing: only steps begin rounds."""
-
     def state_dict(self) -> dict[str, Any]:
         """Return the state, with the means of what is in flight, for which it waits."""
         for flight in self._flights:

@@ -34,11 +34,9 @@ class Policy(Protocol):
     @property
     def name(self) -> str:
         """Name of the policy, as `thinwire.fuse.parse` reads it."""
-        ...
 
     def groups(self, profile: Profile) -> Groups:
         """Return contiguous groups in backward order, every tensor in one of them."""
-        ...
 
 
 class NamedPolicy:

@@ -41,31 +41,24 @@ class SegmentCode(Protocol):
     @property
     def segments(self) -> Sequence[int]:
         """Number of segments of each owner."""
-        ...
 
     def most_pushed(self, source: int, owner: int, number: int) -> int:
         """Return the most bytes that a rank pushes of a segment of an owner."""
-        ...
 
     def most_pulled(self, owner: int, number: int) -> int:
         """Return the most bytes of the sum of a segment."""
-        ...
 
     def push(self, owner: int, number: int) -> Tensor:
         """Return this rank's part of a segment, as uint8 [k]."""
-        ...
 
     def add(self, number: int, arriving: Arriving) -> Any:
         """Return the sum of a segment of this rank: its own part and the parts of the others, added in rank order."""
-        ...
 
     def pull(self, number: int, total: Any) -> Tensor:
         """Return the sum of a segment of this rank, as uint8 [k]."""
-        ...
 
     def take(self, owner: int, number: int, receive: Callable[[], Tensor]) -> None:
         """Store the sum of a segment of another rank."""
-        ...
 
 
 class _Expected(NamedTuple):

@@ -61,17 +61,6 @@ LOOK_STEPS, MOST_LOOK_STEPS = 1000, 64_000
 _RESTS = ("_look", "_check")
 
 
-@dataclass(frozen=True)
-class Arm:
-    """One of the options of a trial.
-
-    Args:
-        name: what `Trial.explain` calls it.
-    """
-
-    name: str
-
-
 @dataclass
 class Gambler:
     """Capital of one who bets on the next outcome at fair odds, as the mean of several stakes.
@@ -99,12 +88,12 @@ class Trial:
     of them to `learn` before the next step, or after one of the standing arm that is not noted.
 
     Args:
-        arms: stock first, then challengers in the order in which they are tested.
+        arms: names, which `explain` says: stock first, then challengers in the order in which they are tested.
         setup_seconds: seconds that a challenger costs a rank before its first step; 0 to begin at once.
         gain: share by which a step of a challenger must be faster.
     """
 
-    def __init__(self, arms: Sequence[Arm], setup_seconds: float = 0.0, gain: float = GAIN) -> None:
+    def __init__(self, arms: Sequence[str], setup_seconds: float = 0.0, gain: float = GAIN) -> None:
         self.arms = list(arms)
         self.standing = 0
         self.steps = self.tests = 0
@@ -124,13 +113,13 @@ class Trial:
         self._then = ""  # name of the method that goes on after them
         self._waited = self._seconds = 0.0
         self._totals = (0.0, 0.0)
-        self._why = f"{self.arms[0].name}: no other was tried yet"
+        self._why = f"{self.arms[0]}: no other was tried yet"
         self._go_on()
 
     @property
     def arm(self) -> str:
         """Name of the arm of the next step."""
-        return self.arms[self._index].name
+        return self.arms[self._index]
 
     @property
     def _index(self) -> int:
@@ -151,13 +140,12 @@ class Trial:
         """Whether it is not known yet that there is anything to gain."""
         return self._setup_seconds > 0.0 and bool(self._waiting)
 
-    def offer(self, arms: Sequence[Arm]) -> None:
-        """Test further challengers, or arms of the same names again, when what is under way has ended."""
+    def offer(self, arms: Sequence[str]) -> None:
+        """Test further challengers, or those of before again, when what is under way has ended."""
         for arm in arms:
-            names = [one.name for one in self.arms]
-            index = names.index(arm.name) if arm.name in names else len(names)
-            self.arms[index : index + 1] = [arm]
-            if index not in (*self._waiting, self.standing):
+            if arm not in self.arms:
+                self.arms.append(arm)
+            if (index := self.arms.index(arm)) not in (*self._waiting, self.standing):
                 self._waiting.append(index)
         if self.is_settled:
             self._go_on()
@@ -233,7 +221,7 @@ class Trial:
     def state_dict(self) -> dict[str, Any]:
         """Return what was decided, as plain values; seconds are left out, because they may be of another machine."""
         return {
-            "standing": self.arms[self.standing].name,
+            "standing": self.arms[self.standing],
             "steps": self.steps,
             "regret": self.regret,
             "tests": self.tests,
@@ -244,15 +232,13 @@ class Trial:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where another run ended; a test that it had not completed begins again."""
-        names = [arm.name for arm in self.arms]
-        if state["standing"] not in names:  # it was offered later
-            self.arms.append(Arm(state["standing"]))
-            names.append(state["standing"])
-        self.standing = names.index(state["standing"])
+        if state["standing"] not in self.arms:  # it was offered later
+            self.arms.append(state["standing"])
+        self.standing = self.arms.index(state["standing"])
         self.steps, self.regret, self._why = int(state["steps"]), float(state["regret"]), str(state["reason"])
         self.tests, self._looks, left = int(state["tests"]), int(state["looks"]), int(state["left"])
         self._block, self._numbers, self._ratios, self._lately = [], [], [], {}
-        self._waiting = [index for index in range(1, len(names)) if index != self.standing and not left]
+        self._waiting = [index for index in range(1, len(self.arms)) if index != self.standing and not left]
         if self.standing:
             self._setup_seconds = 0.0
         if left:
@@ -290,9 +276,7 @@ class Trial:
         if RENT * waited >= self._setup_seconds and waited >= self._gain * seconds:
             self._setup_seconds = 0.0
         else:
-            self._why = (
-                f"{self.arms[0].name}: steps wait {waited / max(seconds, 1e-9):.1%} of their time for the network"
-            )
+            self._why = f"{self.arms[0]}: steps wait {waited / max(seconds, 1e-9):.1%} of their time for the network"
         self._go_on()
 
     def _look(self) -> None:
@@ -347,7 +331,7 @@ class Trial:
 
     def _end_test(self, has_won: bool) -> None:
         ratio = statistics.median(self._ratios)
-        challenger, standing = self.arms[self._challenger].name, self.arms[self.standing].name
+        challenger, standing = self.arms[self._challenger], self.arms[self.standing]
         winner, loser, factor = (challenger, standing, 1.0 / ratio) if has_won else (standing, challenger, ratio)
         self._why = (
             f"{winner}: a step with {loser} takes {factor:.2f} times as long; {challenger} won {sum(self._wins)} of"
@@ -363,7 +347,7 @@ class Trial:
         ratio = self._ratios[-1]
         self._doubt.bet(ratio < 1.0)
         if self._doubt.capital >= 1.0 / ERROR or self._is_won:
-            self._why = f"{self.arms[0].name}: {self.arms[self.standing].name} has become slower"
+            self._why = f"{self.arms[0]}: {self.arms[self.standing]} has become slower"
             self.standing = 0
             self._looks += 1
             self._go_on()

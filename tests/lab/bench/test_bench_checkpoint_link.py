@@ -11,7 +11,7 @@ from namespaces import NEEDS_NAMESPACES
 from thinwire.lab.bench.checkpoint.benchmark import CheckpointBenchmark, run
 from thinwire.lab.bench.checkpoint.methods import BLOCKING, NONE, THINWIRE
 from thinwire.lab.bench.checkpoint.overhead import TRACED_STEPS
-from thinwire.lab.bench.checkpoint.report import write_report
+from thinwire.lab.bench.checkpoint.report import build_report
 from thinwire.lab.bench.checkpoint.work import TrainingWork
 from thinwire.lab.testbed.network import Link
 
@@ -40,7 +40,7 @@ def test_checkpoints_are_on_the_links_of_two_hosts(tmp_path: Path) -> None:
         assert checkpoints < 0.2 * (TRACED_STEPS + 1) * row["state_bytes"]
         assert others > TRACED_STEPS * row["state_bytes"] / 12 * 4 * 0.5, "of two hosts each sends a float a parameter"
         assert len(host["steps"]) == TRACED_STEPS
-    write_report(result, tmp_path / "page.html")
+    build_report(result).write(tmp_path / "page.html")
     assert "host 1" in (tmp_path / "page.html").read_text()
 
 

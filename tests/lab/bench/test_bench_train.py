@@ -24,7 +24,7 @@ from thinwire.lab.bench.jobs.images import DigitsJob
 from thinwire.lab.bench.jobs.job import Data, Job, Samples
 from thinwire.lab.bench.jobs.named import JOBS, get_job
 from thinwire.lab.bench.jobs.own import JobError, same_random_numbers_after
-from thinwire.lab.bench.train.account import covered_seconds
+from thinwire.lab.bench.train.account import Account, covered_seconds
 from thinwire.lab.bench.train.benchmark import TrainBenchmark
 from thinwire.lab.bench.train.curve import LossCurve, evaluation_steps, reached_at, smoothed, window_of
 from thinwire.lab.bench.train.methods import (
@@ -166,8 +166,8 @@ def test_a_step_of_an_outer_loop_is_a_mean_over_rounds() -> None:
     waits = [2.0, 0.0, 0.0, 0.0, 0.4]
     steps = [StepRecord(1.0, wait, 0.5, 0.0, wait, 0.0, 1000.0 * (wait > 0)) for wait in waits]
     training = JobTraining(get_job("lstm"), "diloco", seed=0, steps=5)
-    loop = RankRecord(parameters=1000, steps=steps, held_out_losses=[(5, 1.0)], rounds=2.0)
-    made, plain = row_of(training, [loop], None), row_of(training, [replace(loop, rounds=None)], None)
+    loop = RankRecord(parameters=1000, steps=steps, held_out_losses=[(5, 1.0)], account=Account(rounds=2.0))
+    made, plain = row_of(training, [loop], None), row_of(training, [replace(loop, account=Account())], None)
     assert (made["rounds"], made["exposed_seconds"], made["step_seconds"]) == (2.0, pytest.approx(0.1), 1.6)
     assert (plain["rounds"], plain["exposed_seconds"], plain["step_seconds"]) == (None, 0.0, 1.5)
     assert made["bytes_sent_max"] == plain["bytes_sent_max"] == 400

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from published import collectives
 from published.cluster import Cluster, cost_table
-from thinwire.lab import collectives
 from thinwire.plan.profile import Linear
 
 pytestmark = pytest.mark.slow

@@ -63,7 +63,6 @@ class Arrived(Protocol):
         Raises:
             CorruptMessageError: bytes that changed on the way, or that ``parse`` refused; it names the sender.
         """
-        ...
 
 
 class Peers(Protocol):
@@ -79,27 +78,21 @@ class Peers(Protocol):
     @property
     def hosts(self) -> Sequence[Sequence[int]]:
         """Ranks of each host; every rank is on exactly one."""
-        ...
 
     def among(self, ranks: Sequence[int]) -> Peers:
         """Return these ranks, this one among them, numbered in the order given; no `all_reduce`, no `sparse_sum`."""
-        ...
 
     def attempt(self, prepare: Callable[[], T]) -> T:
         """Return the result of ``prepare`` before an `all_reduce`, which cannot notify peers of a failure."""
-        ...
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Sum a contiguous floating-point tensor [k] over the ranks, in place."""
-        ...
 
     def all_gather(self, prepare: Callable[[], Tensor], max_bytes: int) -> Sequence[Arrived]:
         """Gather the message (uint8, a multiple of 8 bytes, at most ``max_bytes``) of each rank, in rank order."""
-        ...
 
     def all_to_all(self, prepare: Callable[[], Sequence[Tensor]], max_bytes: int) -> Sequence[Arrived]:
         """Return the message that each rank, in rank order, prepared for this one."""
-        ...
 
     def sparse_sum(
         self, prepare: Callable[[], tuple[Tensor, Tensor]], numel: int, scale: float
@@ -108,7 +101,6 @@ class Peers(Protocol):
 
         Both arguments and result are ids (int64 [k], strictly increasing) and values [k].
         """
-        ...
 
 
 @dataclass(frozen=True, eq=False)

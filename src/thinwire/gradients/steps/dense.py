@@ -29,7 +29,7 @@ from thinwire.rows import floats
 from thinwire.sums.lossless import SumReport
 from thinwire.tune.lossless import Code, Ranks, Verdict, decide
 from thinwire.tune.playing import SETUP_SECONDS, Playing
-from thinwire.tune.trial import Arm, Trial
+from thinwire.tune.trial import Trial
 
 KEPT_STEPS = 100
 """Steps between two looks at the bits of coded messages, which say whether a bucket still pays."""
@@ -73,7 +73,7 @@ class DenseChoice:
         self._is_measured = False
         self._dtypes: tuple[torch.dtype, ...] = ()  # whose code may pay on this link
         self._coded = 0
-        self.trial = Trial([Arm(NATIVE), Arm(LOSSLESS)], SETUP_SECONDS)
+        self.trial = Trial([NATIVE, LOSSLESS], SETUP_SECONDS)
         self._playing = Playing(lane.agree, "sums of dense gradients", self.trial, weak(self._play))
 
     def finish_step(self, waited: float) -> None:

@@ -20,7 +20,7 @@ from thinwire.observe.step import StepTimes
 from thinwire.observe.trace import Event
 from thinwire.plan.profile import Groups, Profile
 from thinwire.plan.timeline import events, iteration_seconds
-from thinwire.tune.trial import Arm, Trial
+from thinwire.tune.trial import Trial
 
 DRIFT = 0.1
 """Largest relative difference of measured and predicted seconds before the plan is made again."""
@@ -54,7 +54,7 @@ class Execution:
         self._compares_buckets = not following.can_regroup
         self._steps: list[StepTimes] = []
         self._to_skip = 0
-        self._trial = Trial([Arm(PLAN)])  # of the plan against exact synchronization, once that may be faster
+        self._trial = Trial([PLAN])  # of the plan against exact synchronization, once that may be faster
         self._phase: Callable[[], None] = self._watch
         self._enter(self._watch if intent.groups is not None else self._measure)
 
@@ -141,7 +141,7 @@ class Execution:
         can_be_dropped = self._following.can_regroup or self._following.compresses  # else it is what is done anyhow
         if is_slow and can_be_dropped and not self._reported:
             self._enter(self._test)
-            self._to_skip, self._trial = 0, Trial([Arm(PLAN), Arm(EXACT)], gain=0.0)
+            self._to_skip, self._trial = 0, Trial([PLAN, EXACT], gain=0.0)
             self._following.pause(self._trial.arm == EXACT)
         elif self._has_drifted(measured):
             self._drifted(measured)

@@ -9,7 +9,7 @@ from thinwire.gradients.ddp import ROWS, LeftToDdp
 from thinwire.gradients.exact import GradientSync
 from thinwire.gradients.tables import LookupRows, weak
 from thinwire.tune.playing import SETUP_SECONDS, Playing
-from thinwire.tune.trial import Arm, Trial
+from thinwire.tune.trial import Trial
 
 STOCK = "stock DDP"
 TAKEN = "another communication hook"
@@ -43,7 +43,7 @@ class RowsChoice:
         self._lane, self._gradients, self._lookups, self._warm_up = lane, gradients, lookups, warm_up
         self._names = list(names)
         self._plug = plug if isinstance(plug, LeftToDdp) else None
-        arms = [Arm(STOCK), Arm(ROWS)] if self._plug is not None else [Arm(ROWS)]
+        arms = [STOCK, ROWS] if self._plug is not None else [ROWS]
         self.trial = Trial(arms, SETUP_SECONDS if self._plug is not None else 0.0)
         self._offers: set[tuple[str, ...]] = set()
         self._reason = ""
@@ -87,7 +87,7 @@ class RowsChoice:
         names = (key, *(name for name, _ in priced))
         if priced and names not in self._offers:
             self._offers.add(names)
-            self.trial.offer([Arm(f"{ROWS} by {name} for {key}") for name, _ in priced[1:]])
+            self.trial.offer([f"{ROWS} by {name} for {key}" for name, _ in priced[1:]])
             self._playing.turn()
 
     def _turn(self, arm: str, stands: bool) -> None:

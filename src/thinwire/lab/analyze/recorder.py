@@ -128,7 +128,6 @@ class ModelWatch:
 
     def hook(self, state: object, bucket: dist.GradBucket) -> Future[Tensor]:
         """Record and synchronize a bucket; DDP calls it with every bucket, in the order that all ranks share."""
-        del state
         if self._steps < self._recorder.num_steps:
             gradients = [bucket.buffer()] if bucket.buffer().is_sparse else bucket.gradients()
             for parameter, gradient in zip(bucket.parameters(), gradients, strict=True):
@@ -142,7 +141,6 @@ class ModelWatch:
         return _mean_as_stock(self._process_group, bucket.buffer())
 
     def _before_forward(self, model: nn.Module, args: tuple[object, ...]) -> None:
-        del args
         training = model.training and torch.is_grad_enabled()  # validation is not the next step
         if training and self._steps >= self._recorder.num_steps:
             self._recorder.on_enough()
@@ -168,7 +166,6 @@ def installed(recorder: ScriptWatcher, script: str) -> Iterator[None]:
     steps = itertools.count(1)
 
     def before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
-        del args, kwargs
         if not recorder.num_models and next(steps) >= MOST_BEFORE:
             stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             recorder.on_missing(f"{Path(script).name} trains {why_not_measured(stepped)}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -50,14 +51,11 @@ def _site(statement: ast.stmt, frame: FrameType, inner_line: int) -> DdpSite:
     is_model = bool(inner_line) or _is_ddp(_value(call.func, frame))
     if not is_model or len(targets) != 1 or isinstance(targets[0], (ast.Tuple, ast.List)):
         return site
-    return DdpSite(
-        file=site.file,
-        line=site.line,
+    return replace(
+        site,
         target=ast.unparse(targets[0]),
         call=ast.unparse(call),
         grouped_call=ast.unparse(call) if inner_line else _grouped(call),
-        last_line=site.last_line,
-        inner_line=inner_line,
     )
 
 

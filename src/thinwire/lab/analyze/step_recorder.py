@@ -152,7 +152,6 @@ class Unsynchronized:
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
 
     def hook(self, state: object, bucket: dist.GradBucket) -> Future[Tensor]:
-        del state
         if bucket.index() == 0:
             self.buckets = []
         self.buckets.append(names := tuple(self._names[id(parameter)] for parameter in bucket.parameters()))
@@ -166,5 +165,4 @@ class Unsynchronized:
 
     def hand_over_to(self, state: object, hook: Callable[..., Any]) -> None:
         """Ignore a hook of the script, but note its line."""
-        del state, hook
         self._on_other()

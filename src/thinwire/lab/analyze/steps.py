@@ -49,7 +49,12 @@ def measure_script(
     where = {"network": network, "on_message": lambda rank, stage: on_stage(stage)}
     with naming_script(script):
         measurement, *_ = run_on_ranks(_measure_rank, str(script), list(arguments), how, world_size=workers, **where)
-    return _checked(None if measurement is None else Measurement.from_json(measurement), script)
+    if measurement is None:
+        raise ValueError(
+            f"{script.name} ended without wrapping a model in torch.nn.parallel.DistributedDataParallel, so there was"
+            " no training to measure; ranks that it starts itself are not seen"
+        )
+    return Measurement.from_json(measurement)
 
 
 def _measure_rank(context: RankContext, script: str, arguments: list[str], how: How) -> Any:
@@ -89,12 +94,3 @@ def run_watched(recorder: StepRecorder, script: Path, arguments: Sequence[str]) 
         return recorder.measurement
     finally:
         recorder.close()
-
-
-def _checked(measurement: Measurement | None, script: Path) -> Measurement:
-    if measurement is None:
-        raise ValueError(
-            f"{script.name} ended without wrapping a model in torch.nn.parallel.DistributedDataParallel, so there was"
-            " no training to measure; ranks that it starts itself are not seen"
-        )
-    return measurement

@@ -91,7 +91,6 @@ def try_script(
     """
 
     def train(advice: Advice, predicted: float) -> list[list[float]]:
-        del predicted
         where = {"world_size": measurement.world_size, "network": network}
         return run_on_ranks(_try_rank, str(script), list(arguments), advice, **where)
 
@@ -298,12 +297,10 @@ class StepClock:
                 self.synchronizer.detach()
 
     def _after_gradient(self, parameter: torch.Tensor) -> None:
-        del parameter
         if self._boundary is not None:
             self._boundary.gradient()
 
     def _before_forward(self, module: nn.Module, args: tuple[object, ...]) -> None:
-        del args
         if self._boundary is None or not (module.training and torch.is_grad_enabled() and self._boundary.forward()):
             return
         if torch.cuda.is_initialized():

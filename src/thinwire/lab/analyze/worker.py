@@ -117,7 +117,6 @@ def _run_process(process: BaseProcess) -> None:
 
 
 def _end_rank(*args: object, **options: object) -> NoReturn:
-    del args, options
     end_now(_RANK)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import product
+from typing import Any
 
 from thinwire.rows.formats import FORMATS, Format
 from thinwire.sums.named import NAMED
@@ -19,16 +21,17 @@ def points() -> list[Scheme]:
         >>> label(points()[0])
         'point_to_point/incremental/centralization/rows'
     """
-    combinations = product(
-        Communication,
-        Aggregation,
-        Partitioning,
-        (None, *Balance),
-        (None, *Ownership),
-        Unit,
-        (None, *Communication),
-    )
-    return list(dict.fromkeys(scheme for values in combinations if (scheme := _legal(*values)) is not None))
+    dimensions: dict[str, Iterable[Any]] = {
+        "communication": Communication,
+        "aggregation": Aggregation,
+        "partition": Partitioning,
+        "balance": (None, *Balance),
+        "ownership": (None, *Ownership),
+        "unit": Unit,
+        "pull_communication": (None, *Communication),
+    }
+    combinations = (dict(zip(dimensions, values, strict=True)) for values in product(*dimensions.values()))
+    return list(dict.fromkeys(scheme for point in combinations if (scheme := _legal(point)) is not None))
 
 
 def label(scheme: Scheme) -> str:
@@ -55,28 +58,10 @@ def label(scheme: Scheme) -> str:
     return "/".join([*(word.value for word in words if word is not None), *unusual])
 
 
-def _legal(
-    communication: Communication,
-    aggregation: Aggregation,
-    partition: Partitioning,
-    balance: Balance | None,
-    ownership: Ownership | None,
-    unit: Unit,
-    pull_communication: Communication | None,
-) -> Scheme | None:
-    push, pull = _usual_formats(communication, ownership)
+def _legal(point: dict[str, Any]) -> Scheme | None:
+    push, pull = _usual_formats(point["communication"], point["ownership"])
     try:
-        return Scheme(
-            communication,
-            aggregation,
-            partition,
-            balance,
-            ownership,
-            push_format=push,
-            pull_format=pull,
-            unit=unit,
-            pull_communication=pull_communication,
-        )
+        return Scheme(**point, push_format=push, pull_format=pull)
     except ValueError:
         return None
 

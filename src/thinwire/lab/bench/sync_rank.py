@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from thinwire.gradients.tables import TableGradient
 from thinwire.lab.bench.methods import AGSPARSE_TORCH, scheme_of
 from thinwire.lab.bench.turns import Turns, timed
 from thinwire.lab.bench.workload import Workload
+from thinwire.lab.digests import digest_of
 from thinwire.lab.testbed.rank import RankContext
 from thinwire.rows.sparse import SparseRows
 from thinwire.sums.named import AUTO, DENSE, name_of
@@ -28,7 +28,7 @@ from thinwire.sums.scheme import Scheme
 from thinwire.sums.synchronize import agree, dense_all_reduce, synchronize
 from thinwire.sums.two_level import TwoLevel
 from thinwire.tune.prices import chosen
-from thinwire.tune.trial import Arm, Trial
+from thinwire.tune.trial import Trial
 
 _WARM_UP_ROWS = 64
 _TABLE, _SEEN_STEPS, _MOST_STEPS = "table", 3, 200
@@ -85,7 +85,7 @@ def measure(
                 None if points[method] == AGSPARSE_TORCH else runs[method][-1].sent_between_hosts_bytes
             ),
             chosen=str(points[method]) if isinstance(points[method], str) else name_of(points[method]),
-            digest=_digest(results[method]),
+            digest=digest_of((results[method].ids, results[method].values)),
             max_abs_error=errors.get(method),
             machine=machine,
         )
@@ -144,7 +144,7 @@ def _point(method: str, lane: Lane, rows: SparseRows) -> Point:
     points: dict[str, Point] = {AGSPARSE_TORCH: AGSPARSE_TORCH}
     for point in (chosen_point or DENSE, *(scheme_of(name) or DENSE for name, _ in rivals)):
         points[name_of(point)] = point.placed(lane.exchange.hosts) if isinstance(point, TwoLevel) else point
-    trial = Trial([Arm(name) for name in points])
+    trial = Trial(list(points))
     while not trial.is_settled and trial.steps < _MOST_STEPS:
         run = _runner(points[trial.arm], lane, rows)
         dist.barrier()
@@ -153,7 +153,7 @@ def _point(method: str, lane: Lane, rows: SparseRows) -> Point:
         numbers = trial.note(time.perf_counter() - started)
         if numbers is not None:
             trial.learn(lane.agree("seconds of sums", numbers))
-    return points[trial.arms[trial.standing].name]
+    return points[trial.arms[trial.standing]]
 
 
 def _runner(point: Point, lane: Lane, rows: SparseRows) -> Run:
@@ -216,10 +216,3 @@ def _deviation(result: SparseRows, union: Tensor, exact: Tensor) -> float:
     difference.index_add_(0, indices[inside], -result.values[inside].double())
     largest = difference.abs().max() if difference.numel() else torch.zeros(())
     return float(torch.maximum(largest.double(), extra))
-
-
-def _digest(rows: SparseRows) -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    digest.update(rows.ids.numpy().tobytes())
-    digest.update(rows.values.contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from thinwire.lab.bench.checkpoint.benchmark import CheckpointBenchmark
 
 app = typer.Typer(add_completion=False)
-_ALIASES = {"dcp": "dcp_sync"}
 
 
 @app.command(
@@ -48,7 +47,7 @@ def checkpoint(
 ) -> None:
     """Train with a checkpoint in every iteration by each method in turn; then kill the trainings, and a host."""
     from thinwire.lab.bench.checkpoint.benchmark import CheckpointBenchmark
-    from thinwire.lab.bench.checkpoint.report import write_picture, write_report
+    from thinwire.lab.bench.checkpoint.report import build_report, write_picture
     from thinwire.lab.bench.checkpoint.work import TrainingWork
     from thinwire.lab.testbed.launch import RanksFailed
     from thinwire.lab.testbed.network import Link, NetAdminError
@@ -57,7 +56,7 @@ def checkpoint(
     with clear_errors(ValueError, ImportError, NetAdminError, RanksFailed):
         benchmark = CheckpointBenchmark(
             work=TrainingWork(job, round(state_mb * 1e6), compute_ms / 1e3, dtype),
-            methods=tuple(_ALIASES.get(name.strip(), name.strip()) for name in methods.split(",") if name.strip()),
+            methods=tuple(name.strip() for name in methods.split(",") if name.strip()),
             hosts=hosts,
             link=Link.parse(link),
             steps=steps,
@@ -70,7 +69,7 @@ def checkpoint(
         result = _run(benchmark, quiet)
         _print(result, console)
         if report is not None:
-            write_report(result, report)
+            build_report(result).write(report)
         if picture is not None:
             write_picture(result, picture)
         write_json(result, json_path)

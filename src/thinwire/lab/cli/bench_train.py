@@ -82,9 +82,9 @@ def train(
             return
         _print(result, console)
         if report is not None:
-            from thinwire.lab.bench.train.report import write_report
+            from thinwire.lab.bench.train.report import build_report
 
-            write_report(result, report)
+            build_report(result).write(report)
             console.print(f"Report: [bold]{escape(str(report))}[/bold]", soft_wrap=True)
         write_json(result, json_path)
         if earlier is not None:

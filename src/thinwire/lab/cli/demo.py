@@ -53,11 +53,11 @@ def demo(
     with clear_errors(NetAdminError, RanksFailed):
         comparisons = _compare(hosts, steps, chosen, seed, quiet)
     _print(console, comparisons)
-    from thinwire.lab.demo.report import environment, write_picture, write_report
+    from thinwire.lab.demo.report import build_report, environment, write_picture
     from thinwire.lab.demo.summary import NEXT, headline
 
     with clear_errors():
-        write_report(comparisons, report)
+        build_report(comparisons).write(report)
         say(console, f"Plots and all figures: {report}")
         if picture is not None:
             write_picture(comparisons, picture)

@@ -259,8 +259,7 @@ def print_measurement(measured: Measurement, console: Console) -> None:
         f" {format_seconds(measured.rest_seconds)}.",
         highlight=False,
     )
-    link = measured.link
-    fits = {"all_reduce": link.all_reduce, "all_gather": link.all_gather, "all_to_all": link.all_to_all}
+    fits = measured.link.fits
     for codec in measured.codecs:
         name = f"{codec.compressor} by {codec.exchange}" if codec.compressor else "copies"
         fits |= {f"{name}: encode": codec.encode, f"{name}: decode": codec.decode}

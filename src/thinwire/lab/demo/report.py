@@ -68,11 +68,6 @@ def build_report(comparisons: Sequence[Comparison]) -> Report:
     return report
 
 
-def write_report(comparisons: Sequence[Comparison], path: Path) -> None:
-    """Write the page."""
-    build_report(comparisons).write(path)
-
-
 def write_picture(comparisons: Sequence[Comparison], path: Path) -> None:
     """Write the plot of the step times: bars of the variants, or curves if there are several links."""
     first = headline(comparisons)

@@ -1,6 +1,5 @@
 """One rank of the demo: train four variants of the language model in turn, and record losses, times and bytes."""
 
-import hashlib
 import math
 import os
 import time
@@ -19,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire
 from thinwire.lab.demo import stock
 from thinwire.lab.demo.model import LanguageModel, LogUniform, ModelConfig
+from thinwire.lab.digests import digest_of
 from thinwire.lab.testbed.rank import RankContext
 
 INITIAL_ACCUMULATOR = 0.1
@@ -229,7 +229,7 @@ class DemoTraining:
     def result(self) -> RankResult:
         """Return the measurements, and what the model has become."""
         table = [] if self.synchronizer is None else [dict(row) for row in self.synchronizer.table()]
-        return RankResult(dict(self.columns), digest(self.model), table)
+        return RankResult(dict(self.columns), digest_of(self.model.parameters()), table)
 
 
 def timed_step(
@@ -273,12 +273,3 @@ def batch(tokens: npt.NDArray[np.int32], config: TrainConfig, step: int, rank: i
     within = step % windows * config.sequence_length + np.arange(config.sequence_length + 1)
     words = tokens[starts[:, None] + within].astype(np.int64)
     return torch.from_numpy(np.minimum(words, config.num_rows - 1))
-
-
-def digest(model: nn.Module) -> str:
-    """Return a hash of the bytes of every parameter, in order of their names."""
-    state = hashlib.blake2b(digest_size=16)
-    for name, parameter in sorted(model.named_parameters()):
-        state.update(name.encode())
-        state.update(parameter.detach().contiguous().numpy().data)
-    return state.hexdigest()

@@ -67,9 +67,10 @@ def measure_codec(lane: Lane, text: str, exchange: str, device: torch.device = _
         ValueError: an unknown compressor, or an exchange that it does not allow.
     """
     if text == COPIES:
-        return _measure_copies(lane, device)
-    compressor = with_memory(parse(text))
-    points = [_coding_seconds(lane, compressor, exchange, shape, device) for shape in SHAPES]
+        points = [_copying_seconds(lane, shape, device) for shape in SHAPES]
+    else:
+        compressor = with_memory(parse(text))
+        points = [_coding_seconds(lane, compressor, exchange, shape, device) for shape in SHAPES]
     encode, decode = zip(*points, strict=True)
     return Codec(text, exchange, _fit(encode), _fit(decode))
 
@@ -134,14 +135,8 @@ def _typical(lane: Lane, run: Callable[[], tuple[float, float]]) -> list[float]:
     return [statistics.median(values) for values in zip(*gather_numbers(lane.exchange, "seconds", mine), strict=True)]
 
 
-def _measure_copies(lane: Lane, device: torch.device) -> Codec:
-    """Measure the copies around an all-reduce: gradients into one tensor that is scaled, and back."""
-    points = [_copying_seconds(lane, shape, device) for shape in SHAPES]
-    into, back = zip(*points, strict=True)
-    return Codec(COPIES, "all_reduce", _fit(into), _fit(back))
-
-
 def _copying_seconds(lane: Lane, shape: tuple[int, ...], device: torch.device) -> list[Point]:
+    """Return sizes and seconds of the copies around an all-reduce: into one tensor that is scaled, and back."""
     parts = [torch.ones(shape, dtype=torch.float32, device=device) for _ in range(2)]
 
     def run() -> tuple[float, float]:
@@ -187,11 +182,9 @@ class EchoPeers:
         """Do nothing: the copies inside an all-reduce belong to the link's curve."""
 
     def all_gather(self, prepare: Callable[[], Tensor], max_bytes: int) -> Sequence[EchoedMessage]:
-        del max_bytes
         return [EchoedMessage(_sealed(prepare()))] * self.world_size
 
     def all_to_all(self, prepare: Callable[[], Sequence[Tensor]], max_bytes: int) -> Sequence[EchoedMessage]:
-        del max_bytes
         messages = [_sealed(message) for message in prepare()]
         return [EchoedMessage(messages[self.rank])] * self.world_size
 

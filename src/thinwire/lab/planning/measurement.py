@@ -306,8 +306,7 @@ class Measurement:
         They are those where half of the points are further off than `DOUBTFUL`, and compressors whose training was
         faster than the timeline by more than `BELIEVED`.
         """
-        link = self.link
-        fits = {"all_reduce": link.all_reduce, "all_gather": link.all_gather, "all_to_all": link.all_to_all}
+        fits = self.link.fits
         for codec in self.codecs:
             name = codec.compressor or "copies"
             fits |= {f"{name} (encode)": codec.encode, f"{name} (decode)": codec.decode}

@@ -264,7 +264,7 @@ def best_option(measurement: Measurement, priced: Sequence[Option]) -> Option:
             worth = PLAN_WORTH * by.judged.steps / (option.judged.steps if option.judged else 1.0)
         else:
             worth = PLAN_WORTH if option.loss == by.loss else LOSSY_WORTH
-        return _is_worth(measurement, by, option, worth)
+        return step_seconds(measurement, option) > worth * step_seconds(measurement, by)
 
     return next(
         option
@@ -291,7 +291,10 @@ def price_options(
     if compressors is None:
         compressors = [text for text in defaults(measurement.optimizer) if measurement.exchanges(text)]
     exact = _Leaf(None, "all_reduce", measurement.costs())
-    priced = [stock_option(measurement), *_rows_alone(measurement, exact)]
+    priced = [stock_option(measurement)]
+    if measurement.tables:  # which travel as rows, so that ``attach(model)`` is not the same as stock DDP
+        choices = (0,) * len(measurement.names)
+        priced.append(_option(measurement, ROWS, [exact], usual_groups(measurement), choices, is_plain=True))
     if not measurement.parameters:
         return priced
     priced += _fused(measurement, exact, policies)
@@ -457,18 +460,6 @@ def _note(tables: int) -> str:
         return ""
     what = "1 embedding table is" if tables == 1 else f"{tables} embedding tables are"
     return f"{what} not in the plan: thinwire.attach sends the rows that a step touches. The seconds include that."
-
-
-def _is_worth(measurement: Measurement, option: Option, instead_of: Option, worth: float) -> bool:
-    other = measurement.other_seconds
-    return other + instead_of.seconds > worth * (other + option.seconds)
-
-
-def _rows_alone(measurement: Measurement, exact: _Leaf) -> Iterator[Option]:
-    """Yield what ``attach(model)`` does, where that is not the same as stock DDP: tables travel as rows."""
-    if measurement.tables:
-        groups = usual_groups(measurement)
-        yield _option(measurement, ROWS, [exact], groups, (0,) * len(measurement.names), is_plain=True)
 
 
 def _fused(measurement: Measurement, leaf: _Leaf, policies: Sequence[Policy]) -> Iterator[Option]:

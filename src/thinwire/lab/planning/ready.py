@@ -221,7 +221,6 @@ class StepBoundary:
         return noted
 
     def _after_optimizer(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        del args, kwargs
         if self._is_ours(optimizer):
             self._stepped = self._waits = True
             names = [base.__name__ for base in type(optimizer).__mro__]
@@ -340,7 +339,6 @@ class StepWatch:
         return torch.tensor(self._steps[WARM_STEPS:], dtype=torch.float64).view(-1, 2 + len(self.names))
 
     def _before_forward(self, module: nn.Module, args: tuple[object, ...]) -> None:
-        del args
         if not (module.training and torch.is_grad_enabled()):
             return
         if self._boundary.forward():
@@ -353,7 +351,6 @@ class StepWatch:
             self._clock.begin()
 
     def _after_forward(self, module: nn.Module, args: tuple[object, ...], output: object) -> None:
-        del args, output
         if module.training and torch.is_grad_enabled():
             self._clock.start()
 

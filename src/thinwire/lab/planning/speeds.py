@@ -127,6 +127,11 @@ class MeasuredLink:
         """Payload rate of a rank that sends to all others at once, in Mbit/s."""
         return 8e-6 / self.all_to_all.line.beta
 
+    @property
+    def fits(self) -> dict[str, Fit]:
+        """What collectives take, by their names."""
+        return {"all_reduce": self.all_reduce, "all_gather": self.all_gather, "all_to_all": self.all_to_all}
+
     def describe(self) -> str:
         return (
             f"{self.mbit:.0f} Mbit/s a rank, {1e3 * self.round.alpha:.2f} ms for an all-to-all round,"
@@ -153,20 +158,12 @@ class MeasuredLink:
             least = wire if wire > measured else min(line.beta, wire)
             return Linear(line.alpha, max(least, line.beta + wire - measured))
 
-        def refit(fit: Fit) -> Fit:
-            return Fit(moved(fit.line), fit.floor, fit.residual)
-
-        return replace(
-            self,
-            message=moved(self.message),
-            all_reduce=refit(self.all_reduce),
-            all_gather=refit(self.all_gather),
-            all_to_all=refit(self.all_to_all),
-        )
+        fits: dict[str, Any] = {name: Fit(moved(fit.line), fit.floor, fit.residual) for name, fit in self.fits.items()}
+        return replace(self, message=moved(self.message), **fits)
 
     def to_json(self) -> dict[str, Any]:
         lines = {name: asdict(getattr(self, name)) for name in ("message", "round")}
-        fits = {name: getattr(self, name).to_json() for name in ("all_reduce", "all_gather", "all_to_all")}
+        fits = {name: fit.to_json() for name, fit in self.fits.items()}
         return {**lines, **fits, "work": list(self.work)}
 
     @classmethod

@@ -161,12 +161,10 @@ def wasted_seconds(checkpoint_seconds: float, interval_seconds: float, retrieval
     return checkpoint_seconds + interval_seconds / 2 + retrieval_seconds
 
 
-def strawman_wasted_seconds(
-    state_bytes: int, store_bytes_per_second: float, interval_seconds: float = PERSISTENT_SECONDS
-) -> float:
+def strawman_wasted_seconds(state_bytes: int, store_bytes_per_second: float) -> float:
     """Return the wasted time with a shared remote store: a checkpoint every 3 hours, or at the store's speed."""
     transfer = state_bytes / store_bytes_per_second
-    return wasted_seconds(transfer, max(interval_seconds, transfer), transfer)
+    return wasted_seconds(transfer, max(PERSISTENT_SECONDS, transfer), transfer)
 
 
 def high_frequency_wasted_seconds(

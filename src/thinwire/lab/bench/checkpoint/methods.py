@@ -49,7 +49,6 @@ class CheckpointMethod(Protocol):
 
     def step(self, step: int) -> bool:
         """Take a turn after ``step`` optimizer steps and return whether a checkpoint was begun."""
-        ...
 
     def finish(self) -> float | None:
         """Wait until the last checkpoint is safe, and return the seconds from its call of `step` until then."""
@@ -61,9 +60,10 @@ class CheckpointMethod(Protocol):
 
     def restore(self) -> int | None:
         """Restore the newest checkpoint and return the number of steps before it; None if there is none."""
-        ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Free what the method has, which may be nothing."""
+        return
 
 
 def cpu_seconds(destination: Destination, rank: int) -> float:
@@ -88,14 +88,10 @@ class NoCheckpoints(CheckpointMethod):
     """A method without checkpoints: the training by itself."""
 
     def step(self, step: int) -> bool:
-        del step
         return False
 
     def restore(self) -> int | None:
         return None
-
-    def close(self) -> None:
-        """Do nothing: there is nothing to free."""
 
 
 class InPeers:
@@ -121,7 +117,6 @@ class InPeers:
         return synchronizer
 
     def step(self, step: int) -> bool:
-        del step
         self.checkpointer.step()
         records = self.checkpointer.records()
         return bool(records) and records[-1].step == self.checkpointer.steps and not records[-1].skipped

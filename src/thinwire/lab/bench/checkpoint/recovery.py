@@ -19,7 +19,7 @@ from thinwire.lab.bench.checkpoint.methods import NONE, Destination
 from thinwire.lab.bench.checkpoint.rivals import make
 from thinwire.lab.bench.checkpoint.work import Trainer, TrainingWork
 from thinwire.lab.bench.jobs.job import Data
-from thinwire.lab.demo.train import digest
+from thinwire.lab.digests import digest_of
 from thinwire.lab.testbed.launch import RanksFailed, run_ranks
 from thinwire.lab.testbed.rank import RankContext
 
@@ -74,7 +74,7 @@ def train(context: RankContext, run: Run, data: Data | None) -> str:
         context.send(Stepped(step, loss.item(), time.perf_counter()))
         method.step(step)
     method.close()
-    return digest(trainer.model)
+    return digest_of(trainer.model.parameters())
 
 
 @dataclass

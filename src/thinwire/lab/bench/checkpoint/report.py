@@ -106,11 +106,6 @@ def _in_words(result: dict[str, Any]) -> str:
     )
 
 
-def write_report(result: dict[str, Any], path: Path) -> None:
-    """Write the page."""
-    build_report(result).write(path)
-
-
 def write_picture(result: dict[str, Any], path: Path) -> None:
     """Write the picture of the links alone, in the format of the file name's ending (PNG, SVG, PDF).
 

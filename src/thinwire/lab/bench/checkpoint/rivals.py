@@ -126,9 +126,6 @@ class Nvrx(CheckpointMethod):
         loaded, _ = self._manager.load()
         return self._training.adopt(loaded.whole())
 
-    def close(self) -> None:
-        """Do nothing: there is nothing to free."""
-
 
 class CpuState:
     """A state in NVRx's interface for it (`TensorAwareStateDict`): its own class for that insists on CUDA."""
@@ -166,7 +163,6 @@ class CpuState:
         self._tensors = [torch.empty(shape, dtype=dtype) for shape, dtype in self._shapes]
 
     def copy_tensors_to_cpu(self, non_blocking: bool = False) -> None:
-        del non_blocking
         self._tensors = [tensor.clone() for tensor in self.tensors]
 
     def restore_tensor_device(self, non_blocking: bool = True) -> None:

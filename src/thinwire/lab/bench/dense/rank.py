@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +20,7 @@ from thinwire.lab.bench.jobs.job import Data
 from thinwire.lab.bench.train.account import interface_bytes_sent
 from thinwire.lab.bench.train.stock import rank_order_sum
 from thinwire.lab.bench.turns import Turns, timed
+from thinwire.lab.digests import digest_of
 from thinwire.lab.testbed.rank import RankContext
 from thinwire.sums.lossless import SumReport, begin, subject
 from thinwire.sums.synchronize import dense_all_reduce
@@ -197,7 +197,7 @@ def _judged(context: RankContext, buckets: Sequence[Tensor], runs: dict[str, lis
                 each[-1].sent_between_hosts_bytes,
                 opening + (round(each[-1].coded.predicted_bytes) or _predicted_bytes(method, buckets, context)),
                 _mean([run.link_bytes for run in each]),
-                _digest(each[-1].means),
+                digest_of(each[-1].means),
                 all(map(torch.equal, map(_raw, each[-1].means), map(_raw, expected))),
                 *_errors(each[-1].means, exact),
                 each[-1].coded if method == LOSSLESS else None,
@@ -222,13 +222,6 @@ def _errors(means: Sequence[Tensor], exact: Sequence[Tensor]) -> tuple[float, fl
 
 def _raw(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)
-
-
-def _digest(tensors: Sequence[Tensor]) -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    for tensor in tensors:
-        digest.update(_raw(tensor).numpy().tobytes())
-    return digest.hexdigest()
 
 
 def _mean(values: Sequence[int | None]) -> float | None:

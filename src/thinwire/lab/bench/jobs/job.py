@@ -156,7 +156,6 @@ class Job(ABC):
 
     def held_out(self, training: Training, data: Data | None, rank: int, world_size: int) -> tuple[Samples, int]:
         """Return a rank's share of the held-out samples, and their number."""
-        del training
         data = data or self.load()
         share = torch.arange(rank, len(data.held_out), world_size)
         return data.held_out.take(share), len(share)

@@ -87,7 +87,6 @@ class OwnJob:
         Raises:
             JobError: there is no such function, or it does not return a training.
         """
-        del data
         _seed_all(seed)
         training = self.make()
         _seed_all(seed * world_size + rank + 1)
@@ -143,12 +142,10 @@ class OwnJob:
 
     def held_out(self, training: Training, data: object, rank: int, world_size: int) -> tuple[Any, int]:
         """Return the batch that judges the training, and its weight among the ranks."""
-        del data, rank, world_size
         return training.batch(), 1
 
     def learning_rate_share(self, step: int, steps: int) -> float:
         """Return 1: a schedule of the user's is unknown."""
-        del step, steps
         return 1.0
 
     def _function(self) -> Callable[[], Any]:

@@ -48,8 +48,7 @@ class RunningMethod(ABC):
     def finish(self) -> None:  # noqa: B027  most have nothing to do
         """Give all ranks the same parameters; called on all ranks after the last step."""
 
-    @abstractmethod
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  most have nothing to free
         """Detach the method; called on all ranks after `finish`."""
 
 

@@ -80,11 +80,6 @@ class TrainBenchmark:
         """Largest number of steps of one run, including the extra ones."""
         return self.steps_of(method) + round(self.extra * self.steps_of(method))
 
-    @property
-    def ordered_methods(self) -> list[str]:
-        """Methods with stock DDP first: the others are measured by its final loss."""
-        return sorted(self.methods, key=lambda method: method != DDP)
-
 
 def run(benchmark: TrainBenchmark, on_step: OnStep) -> dict[str, Any]:
     """Run the trainings and return ``{"environment": {...}, "rows": [...]}``; fields: docs/evidence/bench-train.md.
@@ -142,7 +137,7 @@ def _results(
     rows = []
     for seed in range(benchmark.seeds):
         dense_loss, of_seed = None, []
-        for method in benchmark.ordered_methods:
+        for method in sorted(benchmark.methods, key=lambda method: method != DDP):  # it is their aim
             training = JobTraining(
                 job=benchmark.the_job,
                 method=method,

@@ -21,6 +21,7 @@ from thinwire.lab.bench.train.account import Account, interface_bytes_sent
 from thinwire.lab.bench.train.curve import evaluation_steps, smoothed, window_of
 from thinwire.lab.bench.train.methods import Method, method_of, method_of_plan
 from thinwire.lab.bench.train.planned import Planning
+from thinwire.lab.digests import digest_of
 from thinwire.lab.harmless import harmless
 from thinwire.lab.testbed.rank import RankContext
 
@@ -82,10 +83,7 @@ class RankRecord:
     link_bytes: int | None = None
     digest: str = ""
     losses_digest: str = ""
-    groups: float | None = None
-    tensor_missing_rate: float | None = None
-    rounds: float | None = None
-    lossless_bits_per_value: float | None = None
+    account: Account = Account()  # noqa: RUF009  # frozen
     plan: str = ""
 
 
@@ -115,12 +113,10 @@ def train(context: RankContext, training: JobTraining, data: Data | None) -> Ran
     dist.barrier()
     if sent_before is not None:
         record.link_bytes = (_link_bytes(training) or 0) - sent_before
-    account = trainer.method.account()
-    record.groups, record.tensor_missing_rate = account.groups, account.tensor_missing_rate
-    record.rounds, record.lossless_bits_per_value = account.rounds, account.lossless_bits_per_value
+    record.account = trainer.method.account()
     record.losses_digest = trainer.losses.hexdigest()
     trainer.method.finish()
-    record.digest = digest(trainer.network)
+    record.digest = digest_of(trainer.network.parameters())
     trainer.method.close()
     return record
 
@@ -200,7 +196,6 @@ class _Trainer:
         return DistributedDataParallel(self.network, init_sync=False, bucket_cap_mb=bucket_cap_mb)
 
     def _on_gradient(self, parameter: Tensor) -> None:
-        del parameter
         self.last_gradient_at = time.perf_counter()
 
     def step(self, number: int) -> StepRecord:
@@ -283,15 +278,6 @@ def set_up_optimizer(
         groups += [{**group, "params": parts[0], **changed}, {**group, "params": parts[1]}]
     optimizer.param_groups[:] = [group for group in groups if group["params"]]
     return optimizer
-
-
-def digest(model: nn.Module) -> str:
-    """Return a hash of the bytes of every parameter, in order of their names."""
-    state = hashlib.blake2b(digest_size=16)
-    for name, parameter in sorted(model.named_parameters()):
-        state.update(name.encode())
-        state.update(parameter.detach().contiguous().flatten().view(torch.uint8).numpy().data)
-    return state.hexdigest()
 
 
 def _check_device(model: nn.Module, job: OwnJob) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from thinwire.lab import palette
@@ -100,33 +100,15 @@ def _loss_pictures(report: Report, rows: Sequence[dict[str, Any]], loss: str) ->
     left_out = len({row["method"] for row in rows}) - len(looks)
     if left_out:
         note += f" The {left_out} slowest methods are in the table only."
-    report.picture(
-        "Loss against seconds",
-        lambda axes: _draw_losses(axes, first_seed, "seconds_curve", loss, looks),
-        note + " Time of the training steps, without that of measuring the loss.",
-        _in_words(first_seed, "seconds_curve", "s"),
-        height_inches=4.0,
+    pictures = (
+        ("seconds", "seconds_curve", " Time of the training steps, without that of measuring the loss.", "s"),
+        ("steps", "curve_steps", "", "steps"),
+        ("bytes", _BYTES, " Bytes that the busiest rank has sent so far, on a scale of powers of ten.", "MB"),
     )
-    report.picture(
-        "Loss against steps",
-        lambda axes: _draw_losses(axes, first_seed, "curve_steps", loss, looks),
-        note,
-        _in_words(first_seed, "curve_steps", "steps"),
-        height_inches=4.0,
-    )
-
-    report.picture(
-        "Loss against bytes",
-        lambda axes: _draw_losses(axes, first_seed, _BYTES, loss, looks),
-        note + " Bytes that the busiest rank has sent so far, on a scale of powers of ten.",
-        _in_words(first_seed, _BYTES, "MB"),
-        height_inches=4.0,
-    )
-
-
-def write_report(result: dict[str, Any], path: Path) -> None:
-    """Write the page."""
-    build_report(result).write(path)
+    for what, against, more, unit in pictures:
+        draw = partial(_draw_losses, rows=first_seed, against=against, loss=loss, looks=looks)
+        text = _in_words(first_seed, against, unit)
+        report.picture(f"Loss against {what}", draw, note + more, text, height_inches=4.0)
 
 
 def _lossy_of(rows: Sequence[dict[str, Any]]) -> set[str]:

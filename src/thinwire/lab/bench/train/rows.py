@@ -37,7 +37,8 @@ def row_of(training: JobTraining, records: Sequence[RankRecord], link_mbit: floa
     curve = curve_of(training, records)
     by_step = _by_step(records)
     step_seconds = _step_seconds(records)
-    typical = (lambda steps: statistics.median(map(_mean, steps))) if records[0].rounds is None else _mean_of_late
+    account, accounts = records[0].account, [record.account for record in records]
+    typical = (lambda steps: statistics.median(map(_mean, steps))) if account.rounds is None else _mean_of_late
     return {
         "job": training.job.name,
         "method": training.method,
@@ -60,11 +61,11 @@ def row_of(training: JobTraining, records: Sequence[RankRecord], link_mbit: floa
         "encode_seconds": _seconds(by_step, "encode_seconds", typical),
         "wire_seconds": _seconds(by_step, "wire_seconds", typical),
         "decode_seconds": _seconds(by_step, "decode_seconds", typical),
-        "groups": records[0].groups,
-        "tensor_missing_rate": _mean_or_none([record.tensor_missing_rate for record in records]),
-        "rounds": records[0].rounds,
+        "groups": account.groups,
+        "tensor_missing_rate": _mean_or_none([one.tensor_missing_rate for one in accounts]),
+        "rounds": account.rounds,
         "accumulate": training.accumulate,
-        "lossless_bits_per_value": _mean_or_none([record.lossless_bits_per_value for record in records]),
+        "lossless_bits_per_value": _mean_or_none([one.lossless_bits_per_value for one in accounts]),
         "plan": records[0].plan or None,
         **_bytes(training, records),
         "final_loss": _finite(curve.final_loss),

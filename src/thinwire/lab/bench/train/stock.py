@@ -6,7 +6,9 @@ for the sparse gradients of ``nn.Embedding(sparse=True)`` an all-gather of each 
 
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with types, not with text.
 import time
+from abc import abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -69,32 +71,37 @@ def gathered_bytes(gradient: Tensor, world_size: int) -> int:
     return sparse_all_reduce_bytes([rows] * world_size, 0, gradient[0].numel() * gradient.element_size())
 
 
-def _sum_sparse(gradient: Tensor, world_size: int) -> Future[Tensor]:
-    """Average a sparse gradient as stock DDP does; there is nothing to cast or to factorize in a list of rows."""
-    work = dist.all_reduce(gradient.div_(world_size), async_op=True)
-    assert work is not None
-    return work.get_future().then(lambda done: done.value()[0])
+class _Hooked(RunningMethod):
+    """Base of hooks of DDP. Lists of rows have nothing to cast or factorize, and are averaged as DDP does."""
+
+    def __init__(self, model: DistributedDataParallel, state: object = None) -> None:
+        self._encode_seconds = self._wire_seconds = self._decode_seconds = self._sent_bytes = 0.0
+        self._intervals: list[tuple[float, float]] = []
+        self._world_size = dist.get_world_size(model.process_group)
+        model.register_comm_hook(state, self._hook)
+
+    def _hook(self, state: Any, bucket: dist.GradBucket) -> Future[Tensor]:
+        gradient = bucket.buffer()
+        if not gradient.is_sparse:
+            return self._sum(state, bucket, gradient)
+        self._sent_bytes += gathered_bytes(gradient, self._world_size)
+        work = dist.all_reduce(gradient.div_(self._world_size), async_op=True)
+        assert work is not None
+        return work.get_future().then(lambda done: done.value()[0])
+
+    @abstractmethod
+    def _sum(self, state: Any, bucket: dist.GradBucket, gradient: Tensor) -> Future[Tensor]:
+        """Begin the sum of a bucket, whose values are ``gradient``."""
 
 
-class Bf16AllReduce(RunningMethod):
+class Bf16AllReduce(_Hooked):
     """Cast, all-reduce in bfloat16, cast back: the honest baseline. Torch's own bf16 hook refuses Gloo.
 
     Gradients are divided by the world size before the cast, and added up in bfloat16 by Gloo's ring.
     """
 
-    def __init__(self, model: DistributedDataParallel) -> None:
-        self._encode_seconds = self._decode_seconds = self._sent_bytes = 0.0
-        self._intervals: list[tuple[float, float]] = []
-        self._world_size = dist.get_world_size(model.process_group)
-        model.register_comm_hook(None, self._hook)
-
-    def _hook(self, state: object, bucket: dist.GradBucket) -> Future[Tensor]:
-        del state
+    def _sum(self, state: Any, bucket: dist.GradBucket, gradient: Tensor) -> Future[Tensor]:
         started = time.perf_counter()
-        gradient = bucket.buffer()
-        if gradient.is_sparse:
-            self._sent_bytes += gathered_bytes(gradient, self._world_size)
-            return _sum_sparse(gradient, self._world_size)
         small = gradient.div(self._world_size).to(torch.bfloat16)
         sent = time.perf_counter()
         self._encode_seconds += sent - started
@@ -114,28 +121,16 @@ class Bf16AllReduce(RunningMethod):
     def account(self) -> Account:
         return Account(self._encode_seconds, covered_seconds(self._intervals), self._decode_seconds, self._sent_bytes)
 
-    def close(self) -> None:
-        """Do nothing: there is nothing to free."""
 
-
-class RankOrderAllReduce(RunningMethod):
+class RankOrderAllReduce(_Hooked):
     """The uncoded sum in rank order, in float32 or wider, scaled at the end: what a lossless sum has the bits of.
 
     Each rank adds up a piece of the bucket and sends the sum to all. It waits in the hook, so nothing overlaps with
     backward: it is there for its bits, not for its time.
     """
 
-    def __init__(self, model: DistributedDataParallel) -> None:
-        self._wire_seconds = self._sent_bytes = 0.0
-        self._world_size = dist.get_world_size(model.process_group)
-        model.register_comm_hook(None, self._hook)
-
-    def _hook(self, state: object, bucket: dist.GradBucket) -> Future[Tensor]:
-        del state
-        gradient, ranks, started = bucket.buffer(), self._world_size, time.perf_counter()
-        if gradient.is_sparse:
-            self._sent_bytes += gathered_bytes(gradient, ranks)
-            return _sum_sparse(gradient, ranks)
+    def _sum(self, state: Any, bucket: dist.GradBucket, gradient: Tensor) -> Future[Tensor]:
+        ranks, started = self._world_size, time.perf_counter()
         width = -(-gradient.numel() // ranks)
         padded = torch.nn.functional.pad(gradient, (0, ranks * width - gradient.numel()))
         pieces = torch.empty_like(padded)
@@ -152,9 +147,6 @@ class RankOrderAllReduce(RunningMethod):
     def account(self) -> Account:
         return Account(0.0, self._wire_seconds, 0.0, self._sent_bytes)
 
-    def close(self) -> None:
-        """Do nothing: there is nothing to free."""
-
 
 def rank_order_sum(tensors: Sequence[Tensor]) -> Tensor:
     """Return the sum of tensors in their order: of float32 in float32, of 16-bit ones in float32 and rounded once."""
@@ -165,7 +157,7 @@ def rank_order_sum(tensors: Sequence[Tensor]) -> Tensor:
     return total.to(tensors[0].dtype)
 
 
-class TorchPowerSgd(RunningMethod):
+class TorchPowerSgd(_Hooked):
     """Torch's PowerSGD hook (Vogels et al., NeurIPS'19).
 
     It encodes and decodes between its all-reduces: encode is the time in the hook, wire the rest until the bucket is
@@ -173,26 +165,20 @@ class TorchPowerSgd(RunningMethod):
     """
 
     def __init__(self, model: DistributedDataParallel, rank: int) -> None:
-        self._encode_seconds = self._sent_bytes = 0.0
-        self._intervals: list[tuple[float, float]] = []
-        self._world_size = dist.get_world_size(model.process_group)
         state = PowerSGDState(
             process_group=None, matrix_approximation_rank=rank, start_powerSGD_iter=POWER_SGD_START_STEP
         )
-        model.register_comm_hook(state, self._hook)
+        super().__init__(model, state)
 
-    def _hook(self, state: PowerSGDState, bucket: dist.GradBucket) -> Future[Tensor]:
-        if bucket.buffer().is_sparse:
-            self._sent_bytes += gathered_bytes(bucket.buffer(), self._world_size)
-            return _sum_sparse(bucket.buffer(), self._world_size)
-        exact = bucket.buffer().numel() if state.iter < POWER_SGD_START_STEP else 0
+    def _sum(self, state: Any, bucket: dist.GradBucket, gradient: Tensor) -> Future[Tensor]:
+        exact = gradient.numel() if state.iter < POWER_SGD_START_STEP else 0
         sent_before = state.total_numel_after_compression
         started = time.perf_counter()
         future = powerSGD_hook(state, bucket)
         returned = time.perf_counter()
         self._encode_seconds += returned - started
         elements = exact + state.total_numel_after_compression - sent_before
-        self._sent_bytes += ring_all_reduce_bytes(elements * bucket.buffer().element_size(), self._world_size)
+        self._sent_bytes += ring_all_reduce_bytes(elements * gradient.element_size(), self._world_size)
 
         def arrived(done: Future[Tensor]) -> Tensor:
             self._intervals.append((returned, time.perf_counter()))
@@ -202,6 +188,3 @@ class TorchPowerSgd(RunningMethod):
 
     def account(self) -> Account:
         return Account(self._encode_seconds, covered_seconds(self._intervals), None, self._sent_bytes)
-
-    def close(self) -> None:
-        """Do nothing: there is nothing to free."""

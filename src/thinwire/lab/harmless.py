@@ -97,8 +97,19 @@ class _NoReader:
         raise ThinwireError("no checkpoint is read while a script is measured")
 
 
+_IN_FSDP1 = "_fsdp_flattened"
+"""What FSDP1 sets on parameters that it shards. Nothing public says so: with ``use_orig_params`` they are views."""
+
+
 def why_not_measured(parameters: Iterable[Tensor]) -> str:
     """Return what a model is that is not measured, because no DDP has these parameters of it, and what to do."""
+    parameters = list(parameters)
+    if any(getattr(parameter, _IN_FSDP1, False) for parameter in parameters):
+        return (
+            "a FullyShardedDataParallel, whose synchronization is not measured here, and which `thinwire.attach` does"
+            " not take: shard the model with torch's `fully_shard`, or compare the steps of the script with"
+            ' init_process_group("thinwire") and without'
+        )
     if any(map(is_dtensor, parameters)):
         return (
             "a sharded model, whose synchronization is not measured here; `thinwire.attach(model)` works with"

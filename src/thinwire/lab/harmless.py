@@ -6,6 +6,7 @@ run goes on from.
 
 from __future__ import annotations
 
+import signal
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -25,6 +26,7 @@ from thinwire.gradients.module import is_dtensor
 @contextmanager
 def harmless() -> Iterator[None]:
     """Have Checkpointers, and DCP's writers and readers of hosts' memory, do nothing, and refuse ranks of other jobs.
+    Handlers that a script has for signals of its end are not installed.
 
     The back end "thinwire" codes nothing: it is Gloo and NCCL, with which ways are compared.
     It holds for all that have a `Checkpointer` inside, such as the callbacks of trainers.
@@ -50,7 +52,17 @@ def harmless() -> Iterator[None]:
         plain = lambda made, settings: backend.ThinwireGroup(made, backend.Options(dense="native"))  # noqa: E731
         undo.enter_context(mock.patch.object(backend, "create", plain))
         undo.enter_context(mock.patch.object(backend.ThinwireGroup, "_scale", _nothing))  # of sparse sums too
+        undo.enter_context(mock.patch.object(signal, "signal", _set_signal))
         yield
+
+
+_ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""By these a terminal or a scheduler says that a job ends, and scripts save then: Ctrl-C reaches all ranks."""
+_install = signal.signal
+
+
+def _set_signal(number: int, handler: Any) -> Any:
+    return signal.getsignal(number) if number in _ENDS else _install(number, handler)
 
 
 def _nothing(self: object, *args: object, **options: object) -> None: ...

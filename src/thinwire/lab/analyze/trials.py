@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from thinwire.attach import attach
 from thinwire.compress.assign import AUTO
 from thinwire.compress.named import parse
 from thinwire.gradients.synchronizer import Synchronizer
-from thinwire.lab.analyze.failure import first_error, raised_by_script
+from thinwire.lab.analyze.failure import first_error, leaving_on_error, raised_by_script
 from thinwire.lab.analyze.site import is_called_by_us
 from thinwire.lab.analyze.worker import run_as_main
 from thinwire.lab.doctor.advice import Advice
@@ -237,8 +237,9 @@ def _try_rank(context: RankContext, script: str, arguments: list[str], advice: A
     """Train on one rank; return the seconds of its steps."""
     os.environ.update(torchrun_environment(context))
     silence()  # the script has said it all when it was measured
-    clock = StepClock(slowest, lambda: context.leave(clock.seconds))
-    with raised_by_script(script), harmless(), without_attach(), _advised(advice, clock):
+    ended = partial(leaving_on_error, context.leave, script)
+    clock = StepClock(ended(slowest), lambda: context.leave(clock.seconds))
+    with raised_by_script(script), harmless(), without_attach(), _advised(advice, clock, ended):
         run_as_main(script, arguments)
     clock.close()
     return clock.seconds()
@@ -317,11 +318,15 @@ class StepClock:
 
 
 @contextmanager
-def _advised(advice: Advice, clock: StepClock) -> Iterator[None]:
+def _advised(advice: Advice, clock: StepClock, ended: Callable[[Callable[..., Any]], Any]) -> Iterator[None]:
     """Follow the advice for the first DDP model that is built, as if its lines were in the script.
 
     Communication hooks of the script are left out.
+
+    Args:
+        ended: returns a function whose errors end the script at once, see `leaving_on_error`.
     """
+    backward = ended(torch.autograd.backward) if advice.attaches else torch.autograd.backward
     build, register = DistributedDataParallel.__init__, DistributedDataParallel.register_comm_hook
 
     @wraps(build)
@@ -335,14 +340,17 @@ def _advised(advice: Advice, clock: StepClock) -> Iterator[None]:
         build(model, *args, **kwargs)
         clock.watch(model)
         if advice.attaches:
-            clock.synchronizer = attach_as_advised(model, advice)
+            clock.synchronizer = ended(attach_as_advised)(model, advice)
 
     @wraps(register)
     def register_comm_hook(model: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
         if is_called_by_us():
             register(model, *args, **kwargs)
 
-    with mock.patch.multiple(DistributedDataParallel, __init__=init, register_comm_hook=register_comm_hook):
+    with (
+        mock.patch.multiple(DistributedDataParallel, __init__=init, register_comm_hook=register_comm_hook),
+        mock.patch.object(torch.autograd, "backward", backward),
+    ):
         yield
 
 

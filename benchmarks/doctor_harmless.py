@@ -40,7 +40,7 @@ def directory() -> Iterator[tuple[Path, dict[str, str]]]:
         (path / "run").mkdir()
         dropped = ("THINWIRE_", "XDG_RUNTIME", "TORCHELASTIC")
         environment = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
-        environment |= {"TMPDIR": made, "OMP_NUM_THREADS": "1"}
+        environment |= {"THINWIRE_HOLDER": f"{made}/holder", "OMP_NUM_THREADS": "1"}
         try:
             yield path / "run", environment
         finally:
@@ -112,8 +112,8 @@ def judge(name: str, interrupt: bool) -> dict[str, Any]:
             after = files(where)
             row["changed"][tool] = sorted(path for path in before | after if before.get(path) != after.get(path))
         began, ended = torchrun(name, 20, where, environment)
-    row |= {"goes_on_from_its_own": began == at_twelve, "same_end": ended == expected}
-    row["same"] = row["goes_on_from_its_own"] and row["same_end"] and not any(row["changed"].values())
+    row |= {"kept": at_twelve, "goes_on_from": began, "same_end": ended == expected}
+    row["same"] = began == at_twelve and row["same_end"] and not any(row["changed"].values())
     row["right"] = row["announced"] and (row["same"] or name in ANNOUNCED)
     return row
 

@@ -32,7 +32,7 @@ from thinwire.lab.doctor.advice import Advice
 from thinwire.lab.doctor.diagnosis import NOT_TRIED, Confirmed, why_impossible
 from thinwire.lab.harmless import harmless, without_attach
 from thinwire.lab.planning.measurement import Measurement
-from thinwire.lab.planning.planner import Option, step_seconds
+from thinwire.lab.planning.planner import LOSSY_WORTH, Option, step_seconds
 from thinwire.lab.planning.ready import StepBoundary, slowest
 from thinwire.lab.testbed.launch import RanksFailed, preload, run_ranks
 from thinwire.lab.testbed.network import EmulatedNetwork
@@ -146,22 +146,28 @@ def try_each(
         if seconds is not None and why_impossible(rows[option.name], option, measurement) and has_time(seconds):
             run(option, advice)
     measured = [rows[option.name].measured_step_seconds for option, _ in advised]
-    close = close_to_best(measured)
-    for index in reversed(close if len(close) > 1 else []):
+    for index in reversed(undecided(measured, [option.is_exact for option, _ in advised])):
         if has_time(measured[index] or 0.0):
             run(*advised[index])
     return [rows[option.name] for option, _ in advised]
 
 
-def close_to_best(seconds: Sequence[float | None]) -> list[int]:
-    """Return the indices of the times that are within `CLOSE` of the shortest one.
+def undecided(seconds: Sequence[float | None], is_exact: Sequence[bool]) -> list[int]:
+    """Return the indices of times that a second trial may order otherwise: those within `CLOSE` of the shortest one,
+    and the best exact one where it is as near to `LOSSY_WORTH` times that.
 
     Example:
-        >>> close_to_best([1.0, None, 1.2, 1.5])
+        >>> undecided([1.0, None, 1.2, 1.5], [True] * 4)
         [0, 2]
+        >>> undecided([1.6, 1.5, 1.0, 1.3], [True, True, False, False])
+        [1, 2]
     """
-    bound = CLOSE * min((value for value in seconds if value is not None), default=0.0)
-    return [index for index, value in enumerate(seconds) if value is not None and value <= bound]
+    known = {index: value for index, value in enumerate(seconds) if value is not None}
+    shortest = min(known.values(), default=0.0)
+    near = {index for index, value in known.items() if value <= CLOSE * shortest}
+    exact = sorted((index for index in known if is_exact[index]), key=known.__getitem__)
+    near |= {index for index in exact[:1] if known[index] <= CLOSE * LOSSY_WORTH * shortest}
+    return sorted(near) if len(near) > 1 else []
 
 
 def run_on_ranks(

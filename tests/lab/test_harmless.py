@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import signal
 import textwrap
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -224,6 +225,23 @@ def test_what_keeps_checkpoints_does_nothing_without_a_holder_or_ranks(tmp_path:
         writer.close()
         reader.close()
     assert Checkpointer.restore is restore
+
+
+def test_a_script_that_is_measured_saves_nothing_where_a_signal_comes() -> None:
+    """As Ctrl-C in the terminal of a command, which all ranks get, and the warning of a scheduler."""
+    ends = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+    before, calls = [*map(signal.getsignal, (*ends, signal.SIGALRM))], []
+    try:
+        with harmless():
+            for number in (*ends, signal.SIGALRM):
+                known = signal.signal(number, lambda number, frame: calls.append(number))
+                assert known in before
+            assert [*map(signal.getsignal, ends)] == before[:-1]
+            signal.raise_signal(signal.SIGALRM)
+        assert calls == [signal.SIGALRM], "the handlers of other signals are the script's"
+    finally:
+        for number, handler in zip((*ends, signal.SIGALRM), before, strict=True):
+            signal.signal(number, handler)
 
 
 def sum_by_the_word(context: RankContext, is_harmless: bool) -> dict[str, str]:

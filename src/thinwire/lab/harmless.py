@@ -6,6 +6,7 @@ run goes on from.
 
 from __future__ import annotations
 
+import signal
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -25,6 +26,7 @@ from thinwire.gradients.module import is_dtensor
 @contextmanager
 def harmless() -> Iterator[None]:
     """Have Checkpointers, and DCP's writers and readers of hosts' memory, do nothing, and refuse ranks of other jobs.
+    Handlers that a script has for signals of its end are not installed.
 
     The back end "thinwire" codes nothing: it is Gloo and NCCL, with which ways are compared.
     It holds for all that have a `Checkpointer` inside, such as the callbacks of trainers.
@@ -50,7 +52,17 @@ def harmless() -> Iterator[None]:
         plain = lambda made, settings: backend.ThinwireGroup(made, backend.Options(dense="native"))  # noqa: E731
         undo.enter_context(mock.patch.object(backend, "create", plain))
         undo.enter_context(mock.patch.object(backend.ThinwireGroup, "_scale", _nothing))  # of sparse sums too
+        undo.enter_context(mock.patch.object(signal, "signal", _set_signal))
         yield
+
+
+_ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""By these a terminal or a scheduler says that a job ends, and scripts save then: Ctrl-C reaches all ranks."""
+_install = signal.signal
+
+
+def _set_signal(number: int, handler: Any) -> Any:
+    return signal.getsignal(number) if number in _ENDS else _install(number, handler)
 
 
 def _nothing(self: object, *args: object, **options: object) -> None: ...
@@ -97,8 +109,19 @@ class _NoReader:
         raise ThinwireError("no checkpoint is read while a script is measured")
 
 
+_IN_FSDP1 = "_fsdp_flattened"
+"""What FSDP1 sets on parameters that it shards. Nothing public says so: with ``use_orig_params`` they are views."""
+
+
 def why_not_measured(parameters: Iterable[Tensor]) -> str:
     """Return what a model is that is not measured, because no DDP has these parameters of it, and what to do."""
+    parameters = list(parameters)
+    if any(getattr(parameter, _IN_FSDP1, False) for parameter in parameters):
+        return (
+            "a FullyShardedDataParallel, whose synchronization is not measured here, and which `thinwire.attach` does"
+            " not take: shard the model with torch's `fully_shard`, or compare the steps of the script with"
+            ' init_process_group("thinwire") and without'
+        )
     if any(map(is_dtensor, parameters)):
         return (
             "a sharded model, whose synchronization is not measured here; `thinwire.attach(model)` works with"

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from torch.distributed.fsdp import FullyShardedDataParallel
 
+import thinwire
 from thinwire.lab.analyze.failure import ScriptFailed
 from thinwire.lab.analyze.recorder import MOST_BEFORE, Recorder, installed
+from thinwire.lab.harmless import without_attach
 
 
 @pytest.mark.parametrize("has_model", [False, True])
@@ -21,3 +26,25 @@ def test_what_a_script_trains_before_it_wraps_its_model_does_not_end_it(has_mode
             return
         with pytest.raises(ScriptFailed, match="without DistributedDataParallel"):
             optimizer.step()
+
+
+@pytest.mark.filterwarnings("ignore:FSDP", "ignore:.*NO_SHARD")
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_an_fsdp1_model_is_called_by_its_name_and_not_sent_to_ddp(use_orig_params: bool, tmp_path: Path) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        device = torch.device("cpu")
+        model = FullyShardedDataParallel(torch.nn.Linear(2, 2), use_orig_params=use_orig_params, device_id=device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with installed(Recorder(1), "train.py"):
+            for _ in range(MOST_BEFORE - 1):
+                optimizer.step()
+            with pytest.raises(ScriptFailed) as ended:
+                optimizer.step()
+        with without_attach(), pytest.raises(ValueError, match="attaches") as refused:
+            thinwire.attach(model)
+        for error in (ended.value, refused.value):
+            assert "s a FullyShardedDataParallel, whose" in str(error)
+            assert " DistributedDataParallel" not in str(error)
+    finally:
+        torch.distributed.destroy_process_group()

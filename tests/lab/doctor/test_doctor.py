@@ -417,6 +417,25 @@ def test_to_do_nothing_is_no_verdict_on_a_lossy_way_that_was_not_compared(second
     assert "and no lossy one by 30 %\n" in describe(diagnosis(10_000))
 
 
+def test_a_lossy_way_is_not_taken_by_one_slow_trial_of_the_exact_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the first trial of the best exact way is here: other work came and went. Both of them are tried again."""
+    diagnosed = diagnosis(1000, world_size=4)
+    stock, *_ = diagnosed.options
+    lossy = next(option for option in diagnosed.options if not option.is_exact)
+    usual = step_seconds(diagnosed.measurement, stock)
+    assert usual < 2 * step_seconds(diagnosed.measurement, lossy), "no measured step is too far from its prediction"
+    advised, tried = [(option, Advice(option.name)) for option in (stock, lossy)], []
+
+    def run(function: object, script: str, arguments: list[str], advice: Advice, **settings: Any) -> list[list[float]]:
+        tried.append(advice.name)
+        is_slow = advice.name == STOCK and tried.count(STOCK) == 1
+        return [[1.4 * usual if is_slow else usual]] * 4
+
+    monkeypatch.setattr(trials, "run_on_ranks", run)
+    rows = trials.try_script(Path("train.py"), [], advised, diagnosed.measurement, None)
+    assert {row.name: row.measured_step_seconds for row in rows} == {STOCK: usual, lossy.name: usual}
+
+
 def test_trials_end_in_time_by_trying_less_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
     diagnosed = with_tables(100)
     advised = [(way, Advice(way.name)) for way in finalists(diagnosed)]

@@ -325,6 +325,51 @@ def test_a_way_that_fails_is_reported_and_the_others_are_tried() -> None:
     assert rows[1].failure.startswith("failed: ValueError")
 
 
+SAVES = """
+    import torch, torch.distributed as dist
+    from pathlib import Path
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
+
+    def fail(gradient):
+        if step == 1 and model._comm_hooks and dist.get_rank() == 0:
+            raise RuntimeError("a way fails")
+
+    dist.init_process_group("gloo")
+    network = nn.Sequential(nn.Linear(64, 300), nn.ReLU(), nn.Linear(300, 300), nn.ReLU(), nn.Linear(300, 10))
+    try:
+        model = DistributedDataParallel(network)
+        network[0].weight.register_hook(fail)
+        optimizer = torch.optim.AdamW(network.parameters(), lr=0.01)
+        for step in range(100):
+            optimizer.zero_grad()
+            model(torch.randn(8, 64)).square().mean().backward()
+            optimizer.step()
+    except BaseException:
+        Path(f"except-{dist.get_rank()}").touch()
+        raise
+    finally:
+        Path(f"finally-{dist.get_rank()}").touch()
+"""
+
+
+@pytest.mark.timeout(120)
+def test_where_a_way_fails_the_script_is_ended_before_it_saves() -> None:
+    measurement = measured(DENSE, ["--steps", "100"])
+    stock, *_ = options = price_options(measurement, ())
+    written(SAVES)
+    advised = [
+        (stock, advice_of(stock, measurement, options)),
+        (replace(stock, name="cannot begin"), Advice("cannot begin", compressor="atomo:rank=0")),
+        (replace(stock, name="fails later"), Advice("fails later", compressor="bf16")),
+    ]
+    ran, not_begun, failed = try_script(Path("train.py"), [], advised, measurement, None)
+    assert not ran.failure
+    assert not_begun.failure.startswith("failed: ValueError")
+    assert failed.failure == "failed: RuntimeError: a way fails"
+    assert not list(Path().glob("except-*")) + list(Path().glob("finally-*"))
+
+
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("destroys", [True, False])
 def test_a_script_that_ends_too_early_is_one_line(destroys: bool) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import distributed as dist
 
 from injected import Faults, InjectedFault
-from thinwire.lab.testbed.launch import RankContext, RanksFailed, run_ranks
+from thinwire.lab.testbed.launch import RankContext, RanksFailed, free_port, run_ranks
 from thinwire.lab.testbed.supervise import RankProcess, describe
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(60)]
@@ -323,3 +323,9 @@ def test_faults_are_values():
 def test_negative_faults_are_refused(plan):
     with pytest.raises(ValueError, match="must not be negative"):
         plan()
+
+
+def test_a_port_of_rank_0_is_none_that_the_system_gives_to_connections() -> None:
+    """Else one of these may have it before rank 0 listens: on a busy machine seconds later."""
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert max(free_port() for _ in range(20)) < first

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -37,3 +38,23 @@ def test_compiling_ahead_shares_the_work_and_says_how_far_it_is(
     if ends == "compiled":
         compile_ahead(("mix", "deal"), lambda *progress: seen.append(progress))
         assert not seen, "there is nothing to do"
+
+
+@pytest.mark.parametrize(("ranks", "compilers"), [("1", 8), ("4", 2), ("32", 1)])
+def test_ranks_of_a_torchrun_job_share_the_cores_of_their_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: str, compilers: int
+) -> None:
+    started: list[object] = []
+
+    def start(*command: object, **settings: object) -> subprocess.Popen[bytes]:
+        started.append(command)
+        return subprocess.Popen(["true"])
+
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)))
+    monkeypatch.setattr(dispatch, "mode", lambda: "auto")
+    monkeypatch.setattr(dispatch, "has_numba", lambda: True)
+    monkeypatch.setattr(dispatch, "compilation", lambda: Once(tmp_path, map(str, range(16))))
+    monkeypatch.setattr(dispatch, "python", start)
+    compile_ahead()
+    assert len(started) == compilers

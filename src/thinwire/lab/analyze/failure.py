@@ -12,7 +12,9 @@ import sysconfig
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
+from typing import Any
 
 from thinwire.lab.testbed.launch import Outcome, RanksFailed
 from thinwire.lab.testbed.supervise import is_peer_lost
@@ -73,6 +75,25 @@ def leaving_with_error(leave: Callable[..., object]) -> Callable[[str], object]:
         leave(result)
 
     return end
+
+
+def leaving_on_error(leave: Callable[..., object], script: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function whose errors end a rank before the script sees them: what it would save then is of a trial."""
+
+    @wraps(function)
+    def run(*args: Any, **settings: Any) -> Any:
+        try:
+            return function(*args, **settings)
+        except Exception as error:
+            failed = error
+
+        def result() -> None:
+            with raised_by_script(script):
+                raise failed
+
+        return leave(result)
+
+    return run
 
 
 def first_error(failed: RanksFailed) -> tuple[int, str] | None:

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -25,14 +25,14 @@ from thinwire.attach import attach
 from thinwire.compress.assign import AUTO
 from thinwire.compress.named import parse
 from thinwire.gradients.synchronizer import Synchronizer
-from thinwire.lab.analyze.failure import first_error, raised_by_script
+from thinwire.lab.analyze.failure import first_error, leaving_on_error, raised_by_script
 from thinwire.lab.analyze.site import is_called_by_us
 from thinwire.lab.analyze.worker import run_as_main
 from thinwire.lab.doctor.advice import Advice
 from thinwire.lab.doctor.diagnosis import NOT_TRIED, Confirmed, why_impossible
 from thinwire.lab.harmless import harmless, without_attach
 from thinwire.lab.planning.measurement import Measurement
-from thinwire.lab.planning.planner import Option, step_seconds
+from thinwire.lab.planning.planner import LOSSY_WORTH, Option, step_seconds
 from thinwire.lab.planning.ready import StepBoundary, slowest
 from thinwire.lab.testbed.launch import RanksFailed, preload, run_ranks
 from thinwire.lab.testbed.network import EmulatedNetwork
@@ -145,22 +145,28 @@ def try_each(
         if seconds is not None and why_impossible(rows[option.name], option, measurement) and has_time(seconds):
             run(option, advice)
     measured = [rows[option.name].measured_step_seconds for option, _ in advised]
-    close = close_to_best(measured)
-    for index in reversed(close if len(close) > 1 else []):
+    for index in reversed(undecided(measured, [option.is_exact for option, _ in advised])):
         if has_time(measured[index] or 0.0):
             run(*advised[index])
     return [rows[option.name] for option, _ in advised]
 
 
-def close_to_best(seconds: Sequence[float | None]) -> list[int]:
-    """Return the indices of the times that are within `CLOSE` of the shortest one.
+def undecided(seconds: Sequence[float | None], is_exact: Sequence[bool]) -> list[int]:
+    """Return the indices of times that a second trial may order otherwise: those within `CLOSE` of the shortest one,
+    and the best exact one where it is as near to `LOSSY_WORTH` times that.
 
     Example:
-        >>> close_to_best([1.0, None, 1.2, 1.5])
+        >>> undecided([1.0, None, 1.2, 1.5], [True] * 4)
         [0, 2]
+        >>> undecided([1.6, 1.5, 1.0, 1.3], [True, True, False, False])
+        [1, 2]
     """
-    bound = CLOSE * min((value for value in seconds if value is not None), default=0.0)
-    return [index for index, value in enumerate(seconds) if value is not None and value <= bound]
+    known = {index: value for index, value in enumerate(seconds) if value is not None}
+    shortest = min(known.values(), default=0.0)
+    near = {index for index, value in known.items() if value <= CLOSE * shortest}
+    exact = sorted((index for index in known if is_exact[index]), key=known.__getitem__)
+    near |= {index for index in exact[:1] if known[index] <= CLOSE * LOSSY_WORTH * shortest}
+    return sorted(near) if len(near) > 1 else []
 
 
 def run_on_ranks(
@@ -236,8 +242,9 @@ def _try_rank(context: RankContext, script: str, arguments: list[str], advice: A
     """Train on one rank; return the seconds of its steps."""
     os.environ.update(torchrun_environment(context))
     silence()  # the script has said it all when it was measured
-    clock = StepClock(slowest, lambda: context.leave(clock.seconds))
-    with raised_by_script(script), harmless(), without_attach(), _advised(advice, clock):
+    ended = partial(leaving_on_error, context.leave, script)
+    clock = StepClock(ended(slowest), lambda: context.leave(clock.seconds))
+    with raised_by_script(script), harmless(), without_attach(), _advised(advice, clock, ended):
         run_as_main(script, arguments)
     clock.close()
     return clock.seconds()
@@ -314,11 +321,15 @@ class StepClock:
 
 
 @contextmanager
-def _advised(advice: Advice, clock: StepClock) -> Iterator[None]:
+def _advised(advice: Advice, clock: StepClock, ended: Callable[[Callable[..., Any]], Any]) -> Iterator[None]:
     """Follow the advice for the first DDP model that is built, as if its lines were in the script.
 
     Communication hooks of the script are left out.
+
+    Args:
+        ended: returns a function whose errors end the script at once, see `leaving_on_error`.
     """
+    backward = ended(torch.autograd.backward) if advice.attaches else torch.autograd.backward
     build, register = DistributedDataParallel.__init__, DistributedDataParallel.register_comm_hook
 
     @wraps(build)
@@ -332,14 +343,17 @@ def _advised(advice: Advice, clock: StepClock) -> Iterator[None]:
         build(model, *args, **kwargs)
         clock.watch(model)
         if advice.attaches:
-            clock.synchronizer = attach_as_advised(model, advice)
+            clock.synchronizer = ended(attach_as_advised)(model, advice)
 
     @wraps(register)
     def register_comm_hook(model: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
         if is_called_by_us():
             register(model, *args, **kwargs)
 
-    with mock.patch.multiple(DistributedDataParallel, __init__=init, register_comm_hook=register_comm_hook):
+    with (
+        mock.patch.multiple(DistributedDataParallel, __init__=init, register_comm_hook=register_comm_hook),
+        mock.patch.object(torch.autograd, "backward", backward),
+    ):
         yield
 
 

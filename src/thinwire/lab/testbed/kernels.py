@@ -44,7 +44,8 @@ def compile_ahead(
     missing = set(once.names).difference(once.compiled())
     if not missing:
         return
-    processes = min(len(missing), len(os.sched_getaffinity(0)))
+    cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # all ranks of a job come here
+    processes = max(1, min(len(missing), cores))
     seconds = START_SECONDS + sum(SECONDS.get(name, OTHER_SECONDS) for name in missing) / processes
     on_progress(f"Compiling kernels, once a machine, {seconds:.0f} to {SLOWEST * seconds:.0f} s", 0, 0)
     with tempfile.TemporaryFile() as errors:

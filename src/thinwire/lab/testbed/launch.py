@@ -18,6 +18,7 @@ import contextlib
 import multiprocessing
 import os
 import pickle
+import random
 import signal
 import socket
 import tempfile
@@ -31,6 +32,7 @@ from thinwire.lab.testbed.rank import RankContext, RankSetup, rank_main
 from thinwire.lab.testbed.supervise import Outcome, RankProcess, describe, supervise
 
 _preloaded = ["torch", "torch.distributed", "thinwire"]
+_PORTS = range(20_000, 32_768)
 __all__ = ["Outcome", "RankContext", "RanksFailed", "run_ranks"]
 
 
@@ -170,12 +172,17 @@ def _ranks_per_host(world_size: int, ranks_per_host: int | None, hosts: int) -> 
 
 
 def free_port(network: EmulatedNetwork | None = None) -> int:
-    """A port for user code that reads MASTER_PORT, free now where rank 0 runs; our own group needs none."""
+    """A port for user code that reads MASTER_PORT, free now where rank 0 runs; our own group needs none.
+
+    It is below the ports that the system gives to connections: one of them would take it before rank 0 listens.
+    """
 
     def bind() -> int:
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return probe.getsockname()[1]
+        for port in random.SystemRandom().sample(_PORTS, 100):
+            with socket.socket() as probe, contextlib.suppress(OSError):
+                probe.bind(("", port))
+                return port
+        raise OSError(f"100 ports from {_PORTS.start} to {_PORTS.stop} are taken")
 
     return bind() if network is None else in_namespace(network.namespace(0), bind)
 

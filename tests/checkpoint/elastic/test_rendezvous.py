@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock, patch
 
@@ -236,6 +237,36 @@ def test_what_is_wrong_is_said(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) ->
         lonely = hosts.start("d", (1, 3), join_timeout="0.3", last_call_timeout="100")
     with pytest.raises(RendezvousTimeoutError, match=r"did not start in 0.3 s"):
         lonely.next_rendezvous()
+
+
+def test_a_start_right_after_the_end_of_the_run_is_no_standby_of_it(hosts: Hosts) -> None:
+    """It ended with status 0 and no training, as the second command of `torchrun ... && torchrun ...`."""
+    first = hosts.start("a", (1, 1))
+    hosts.join("a")
+    hosts.joined("a")
+    second, seen, goes_on = hosts.start("b", (1, 1)), list[bool](), threading.Event()
+    sync = second._sync
+
+    def seeing(choose: bool) -> dict[str, Any]:
+        view = sync(choose)
+        seen.append(view["closed"])
+        goes_on.set()
+        return view
+
+    def sleep(seconds: float) -> None:
+        if threading.current_thread().name == "the end":
+            hosts.join("b")
+            assert goes_on.wait(PATIENCE)
+        else:
+            time.sleep(seconds)
+
+    clock = SimpleNamespace(sleep=sleep, monotonic=time.monotonic)
+    with patch.object(second, "_sync", seeing), patch("thinwire.checkpoint.elastic.rendezvous.time", clock):
+        ends = threading.Thread(target=first.shutdown, name="the end")
+        ends.start()
+        ends.join(PATIENCE)
+        assert hosts.joined("b")["b"].rank == 0
+    assert seen[0]
 
 
 def test_an_agent_that_has_ended_serves_no_store(hosts: Hosts) -> None:

@@ -108,6 +108,7 @@ class ElasticRendezvous(RendezvousHandler):
         self._hosts = [low, high]
         self._want, self._fresh, self._claim, self._master = "", True, self._read_claim(), [self._address, 0]
         self._heard, self._over, self._closed = time.monotonic(), False, False
+        self._has_met = False  # the run before its end: what ended before this agent came is an earlier start of it
         self._lock = threading.Lock()
         for target in (self._keep_in_touch, self._keep_holder, self._watch_steps):
             threading.Thread(target=target, daemon=True, name=target.__name__).start()
@@ -225,7 +226,8 @@ class ElasticRendezvous(RendezvousHandler):
         with self._lock:
             claim, want = self._claim, self._want
             view = self._boards.request("sync", self._word(want), choose=choose)
-            self._heard, self._closed = time.monotonic(), self._closed or view["closed"]
+            self._heard, self._has_met = time.monotonic(), self._has_met or not view["closed"]
+            self._closed = self._has_met and (self._closed or view["closed"])
             if want == "run" and claim is not None:
                 self._over |= view["round"] != claim.round or view["rank"] is None or view["grow"]
             return view

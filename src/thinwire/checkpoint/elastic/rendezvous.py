@@ -213,7 +213,7 @@ class ElasticRendezvous(RendezvousHandler):
         os.environ[STANDBYS_VARIABLE] = " ".join(outside)  # of the workers, who ask them for what others lack
         address, port = view["master"]
         logger.info("run %s, round %s: rank %s of %s hosts", self._run_id, view["round"], rank, hosts)
-        store: Any = _RoundStore(self._boards, self._claim, lambda: self._over, self._prefetch)
+        store: Any = _RoundStore(self._boards, self._claim, lambda: self._over or self._ended.is_set(), self._prefetch)
         return RendezvousInfo(store, rank, hosts, RendezvousStoreInfo(address, port))
 
     def _word(self, want: str) -> dict[str, Any]:
@@ -314,8 +314,9 @@ class _RoundStore:
         self, boards: Boards, claim: Claim, over: Callable[[], bool], on_ranks: Callable[[range, int], None]
     ) -> None:
         self._boards, self._claim, self._over, self._on_ranks = boards, claim, over, on_ranks
-        self._role = "{}"
-        self.timeout: Any = None  # of no use here, but torchrun sets it
+        self._role, self._num_adds = "{}", 0
+        # torchrun sets it; to leave its barrier at the end after that would end the workers of hosts that still train
+        self.timeout: Any = None
 
     def set_timeout(self, timeout: Any) -> None:
         self.timeout = timeout
@@ -327,7 +328,8 @@ class _RoundStore:
         self._ask(key, text)
 
     def add(self, key: str, amount: int) -> int:
-        return int(self._ask(key, amount) or 0)
+        self._num_adds += 1
+        return int(self._ask(key, amount, f"{self._claim.rank}/{self._num_adds}") or 0)
 
     def get(self, key: str) -> bytes:
         result = self._wait(key)
@@ -356,10 +358,15 @@ class _RoundStore:
             time.sleep(_POLL_SECONDS / 2)
         return result
 
-    def _ask(self, key: str, value: str | int | None = None) -> str | None:
-        with contextlib.suppress(ThinwireError, ValueError):
-            return self._boards.request("store", {"round": self._claim.round, "key": key, "value": value}).get("value")
-        return None
+    def _ask(self, key: str, value: str | int | None = None, by: str = "") -> str | None:
+        """Ask until there is an answer, or the round is over. What was asked may have been done where none came."""
+        while True:
+            with contextlib.suppress(ThinwireError):
+                request = {"round": self._claim.round, "key": key, "value": value, "by": by}
+                return self._boards.request("store", request).get("value")
+            if self._over():
+                return None
+            time.sleep(_POLL_SECONDS)
 
 
 def _seconds(params: RendezvousParameters, key: str, default: float) -> float:

@@ -758,6 +758,20 @@ def test_peers_cannot_do_what_trainers_can(host: Callable[..., Holder]) -> None:
 def test_an_address_that_is_not_ours_alone_is_refused(host: Callable[..., Holder], bind: str) -> None:
     with pytest.raises(ValueError, match="bind"):
         host("a", bind=bind)
+    assert "scrub" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_a_holder_is_reached_once_it_is_whole(host: Callable[..., Holder], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first trainers lost it: what they asked for did not exist yet."""
+    whole, accept = [], Holder._accept
+
+    def accepting(holder: Holder, kind: str, listener: socket.socket) -> None:
+        whole.append(holder.status()["damaged_versions"] == 0)
+        accept(holder, kind, listener)
+
+    monkeypatch.setattr(Holder, "_accept", accepting)
+    host("a")
+    assert whole == [True, True]
 
 
 def test_the_process_starts_once_survives_its_starter_and_ends_clean(tmp_path: Path) -> None:

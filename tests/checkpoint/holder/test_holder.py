@@ -24,11 +24,12 @@ from hypothesis import strategies as st
 
 import thinwire.checkpoint.holder.daemon as daemon
 from thinwire.checkpoint.holder import faultpoint, store
-from thinwire.checkpoint.holder.client import HolderClient
+from thinwire.checkpoint.holder.client import Common, HolderClient
 from thinwire.checkpoint.holder.frames import Connection, FrameKind
 from thinwire.checkpoint.holder.metrics import prometheus_text
 from thinwire.checkpoint.holder.replication import call
 from thinwire.checkpoint.holder.server import AlreadyRunning, Holder, HolderConfig
+from thinwire.checkpoint.holder.slots import Slot, SlotSize
 from thinwire.checkpoint.holder.start import HolderOptions, ensure_holder, start_holder, stop_holder
 from thinwire.checkpoint.holder.version import CHUNK_BYTES, Manifest, ShardId, Version, topology_digest
 from thinwire.errors import CorruptMessageError, LostPeerError, PeerError, ThinwireError
@@ -636,6 +637,33 @@ def test_a_holder_has_its_socket_to_itself(host: Callable[..., Holder]) -> None:
         host("a")
     with client_of(here, hello=False) as client:
         assert client.holder_status()["address"] == here.address
+
+
+@pytest.mark.parametrize("is_common", [False, True])
+def test_memory_that_is_allocated_keeps_nobody_waiting(
+    host: Callable[..., Holder], monkeypatch: pytest.MonkeyPatch, is_common: bool
+) -> None:
+    """For gigabytes that takes longer than the patience of the others, which took the holder for lost."""
+    answered, in_time, allocate = threading.Event(), [], Slot.allocate
+    size = {"topology": {"of": 2}, "common": Common(0, 10_000, 1) if is_common else None}
+    with client_of(here := host("a"), owner=1, payload_bytes=10, topology={"of": 2}) as other:
+        with client_of(here, payload_bytes=10, **size):
+            """It leaves slots that are too small."""
+        larger = {"common": Common(0, 90_000, 1)} if is_common else {"payload_bytes": 90_000}
+        with client_of(here, **{**size, "payload_bytes": 10, **larger}) as client:
+
+            def slow(size: SlotSize) -> Slot:
+                asks.start()
+                in_time.append(answered.wait(5))
+                return allocate(size)
+
+            asks = threading.Thread(target=lambda: other.status() and answered.set())
+            monkeypatch.setattr(Slot, "allocate", slow)
+            writer = client.slot(1)
+            asks.join(60)
+            assert writer is not None
+            assert len(writer.common if writer.common is not None else writer.payload) >= 90_000
+            assert in_time == [True]
 
 
 def test_without_room_it_says_how_much_is_needed(host: Callable[..., Holder]) -> None:

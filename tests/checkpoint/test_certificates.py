@@ -181,13 +181,22 @@ def edit(directory: str, **fields: Any) -> None:
         path.write_text(json.dumps({**about, "digest": digest}))
 
 
+def forget(socket: str) -> None:
+    """The holder has nothing of the run any more, which no rank uses."""
+    dist.barrier()
+    if dist.get_rank() == 0:
+        with HolderClient.connect(socket, SECRET.encode()) as client:
+            client.forget("run")
+    dist.barrier()
+
+
 def saves(context: RankContext, socket: str, directory: str) -> dict[str, Any]:
     """What is on the disk, and what is restored of it once the memory is gone."""
     found: dict[str, Any] = {}
 
     def restart(name: str, **options: Any) -> Training:
-        dist.barrier()
-        training = Training(socket, name, disk=Disk(directory, every="1d"), **options)
+        forget(socket)
+        training = Training(socket, "run", disk=Disk(directory, every="1d"), **options)
         with told() as texts:
             found[name] = training.checkpointer.restore()
         found[f"{name}, told"] = texts
@@ -209,7 +218,7 @@ def saves(context: RankContext, socket: str, directory: str) -> dict[str, Any]:
             found[f"refused {steps}"] = str(error)
     found["errors"] = first.checkpointer.stats()["checkpoint/persistent_errors"]
     first.checkpointer.close()
-    second = restart("second")  # another name, so of the disk alone
+    second = restart("second")  # of the disk alone
     assert second.weights() == kept
     second.flip()
     with pytest.raises(ThinwireError, match=r"silent corruption.* at step 3 all were the same"):
@@ -250,7 +259,8 @@ def cannot_say(context: RankContext, socket: str, directory: str) -> str:
     def fails(step: int) -> Any:
         raise OSError("a part of the state is gone")
 
-    with contextlib.closing(Training(socket, "again", disk=Disk(directory)).checkpointer) as checkpointer:
+    forget(socket)
+    with contextlib.closing(Training(socket, "run", disk=Disk(directory)).checkpointer) as checkpointer:
         if context.rank == 1:
             object.__setattr__(checkpointer._training, "capture", fails)
         with pytest.raises(ThinwireError) as caught:

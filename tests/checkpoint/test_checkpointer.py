@@ -445,6 +445,24 @@ def test_a_limit_of_age_raises_and_nothing_else_does(hosts: Hosts) -> None:
 
 
 @pytest.mark.usefixtures("alone")
+def test_why_a_holder_that_is_there_cannot_be_used_is_said(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was said to be gone."""
+    storage = Storage("run", 1, holder_socket=hosts.start("a"))
+    with Checkpointer(nn.Linear(3, 3), storage=storage) as checkpointer, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        checkpointer.restore()
+        checkpointer.step()
+        hosts.lose("a")
+        with monkeypatch.context() as patch:
+            patch.setenv("THINWIRE_SECRET", "another secret of that length")
+            hosts.start("a")
+        wait_for(lambda: checkpointer.step() or "another secret" in checkpointer.records()[-1].skipped)
+    assert any("no checkpoints: " in str(each.message) and "another secret" in str(each.message) for each in caught)
+    with pytest.raises(ValueError, match="another secret"):
+        checkpointer._registration._hello(1, 1, [])
+
+
+@pytest.mark.usefixtures("alone")
 def test_old_checkpoints_are_warned_of_without_being_asked_for(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
     now = time.monotonic()
     monkeypatch.setattr(records.AgeAlarm.__init__, "__defaults__", (lambda: now,))

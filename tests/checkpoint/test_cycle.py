@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
+from torch import nn
 
+from holders import SECRET, running_holders
+from thinwire.checkpoint import Checkpointer, Storage
 from thinwire.checkpoint.agreement import Agreement, Turn
 from thinwire.checkpoint.cycle import Cycle
 from thinwire.checkpoint.pacing.gaps import Pacer
@@ -16,6 +23,7 @@ from thinwire.checkpoint.pacing.governor import Governor
 from thinwire.checkpoint.records import Notices
 from thinwire.checkpoint.registration import Registration
 from thinwire.errors import LostPeerError
+from thinwire.lab.testbed.launch import RankContext, run_ranks
 
 
 class FakeClient:
@@ -91,3 +99,38 @@ def test_a_save_that_is_given_up_has_begun_when_the_step_is_over(has_slot: bool)
     record = cycle._begin(Turn(writer=cast(Any, writer)), None)
     assert (told, record.step) == ([1], 1)
     cycle.close()
+
+
+def fails_to_begin_a_copy(context: RankContext, socket: str) -> tuple[list[str], str]:
+    """Rank 1 has no memory for the second of three copies."""
+    os.environ.pop("LOCAL_WORLD_SIZE", None)
+    torch.manual_seed(1)
+    storage = Storage("run", 1, holder_socket=socket, timeout=timedelta(seconds=20))
+    with Checkpointer(nn.Linear(9, 9), storage=storage) as checkpointer:
+        checkpointer.restore()
+        cycle = checkpointer._cycle
+        begin, fails = cycle._copier.begin, iter([False, context.rank == 1])
+
+        def failing(*args: Any) -> Any:
+            if next(fails, False):
+                raise torch.OutOfMemoryError("none left")
+            return begin(*args)
+
+        cycle._copier.begin = failing  # type: ignore[method-assign]
+        for _ in range(3):
+            checkpointer.step()
+            checkpointer.flush(20)
+        return [record.skipped for record in checkpointer.records()], cycle.broken
+
+
+@pytest.mark.ranks
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_copy_that_cannot_begin_on_one_rank_costs_a_version_and_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That rank took no part any more, and the others waited for it for half an hour."""
+    monkeypatch.setenv("THINWIRE_SECRET", SECRET)
+    with running_holders(tmp_path, "20MB", "a") as (socket,):
+        one, other = run_ranks(fails_to_begin_a_copy, socket, world_size=2, timeout_seconds=60)
+    assert other.value == (["", "it was not copied: OutOfMemoryError: none left", ""], "")
+    assert one.value[0][::2] == ["", ""], "the second one never becomes whole"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import re
 import resource
@@ -23,7 +24,7 @@ from torch import nn
 
 from holders import SECRET, running_holders
 from thinwire.checkpoint import Checkpointer, CheckpointPolicy, Disk, Storage
-from thinwire.checkpoint.dcp.tier import PersistentTier
+from thinwire.checkpoint.dcp.tier import PersistentTier, write_about
 from thinwire.checkpoint.group import private_group, restart_hint
 from thinwire.checkpoint.holder.client import HolderClient
 from thinwire.checkpoint.holder.start import HolderOptions, KnownRun, RunMarker, start_holder, stop_holder
@@ -359,8 +360,8 @@ def socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         stop_holder(client)
 
 
-def keeper(socket: str, directory: Path, every: float | str = "1d") -> Checkpointer:
-    return Checkpointer(nn.Linear(9, 9), storage=Storage("run", 1, Disk(directory, every), socket))
+def keeper(socket: str, directory: Path, every: float | str = "1d", run: str = "run") -> Checkpointer:
+    return Checkpointer(nn.Linear(9, 9), storage=Storage(run, 1, Disk(directory, every), socket))
 
 
 def on_disk(directory: Path) -> list[int]:
@@ -498,6 +499,38 @@ def test_a_budget_that_can_never_hold_a_version_is_refused_at_the_first_step(soc
         checkpointer.step()
         assert checkpointer.flush()
         assert checkpointer.stats()["checkpoint/versions"] == 1.0
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_directory_of_another_run_is_neither_read_nor_written(socket: str, tmp_path: Path) -> None:
+    """Its weights were restored, a fresh start gave them up, and each save removed or replaced some of them."""
+    directory = tmp_path / "disk"
+    with keeper(socket, directory) as first, keeper(socket, directory, run="other") as late:
+        assert (first.restore(), late.restore()) == (None, None)
+        first.step()
+        first.persist_now()
+        late.step()
+        with pytest.raises(ThinwireError, match=r"no checkpoint was saved to .*has checkpoints of run 'run'"):
+            late.persist_now()
+    for fresh in (False, True):
+        with keeper(socket, directory, run="new") as checkpointer, pytest.raises(ValueError, match="run_id='run'"):
+            checkpointer.restore(fresh=fresh)
+    with keeper(socket, directory, run="new") as checkpointer, pytest.raises(ValueError, match="run_id='run'"):
+        checkpointer.step()
+    assert [path.name for path in directory.glob("step-*")] == ["step-00000001"]
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_checkpoint_of_a_release_that_named_no_run_is_of_any(socket: str, tmp_path: Path) -> None:
+    with keeper(socket, tmp_path / "disk") as checkpointer:
+        checkpointer.restore()
+        checkpointer.step()
+        checkpointer.persist_now()
+    path = tmp_path / "disk" / "step-00000001"
+    about = json.loads((path / "thinwire.json").read_text())
+    write_about(path, {name: value for name, value in about.items() if name not in ("run", "digest")})
+    with keeper(socket, tmp_path / "disk", run="new") as checkpointer:
+        assert checkpointer.restore() == 1
 
 
 @pytest.mark.usefixtures("alone")

@@ -27,7 +27,7 @@ from thinwire.checkpoint.registration import Registration
 from thinwire.checkpoint.state.coding import Codes
 from thinwire.checkpoint.state.encode import Encoded
 from thinwire.checkpoint.state.layout import aligned
-from thinwire.errors import ThinwireError, logger
+from thinwire.errors import LostPeerError, ThinwireError, logger
 
 FAILURES = (ThinwireError, ValueError, OSError, RuntimeError)
 _RETRY_STEPS = 10  # until refused slots are requested again
@@ -349,7 +349,7 @@ class Agreement:
         if registration.client is None:
             self._reconnect()
         if registration.client is None:
-            return self.obstacle or _GONE, -1, False
+            return self.obstacle or self._why_gone(registration.failure), -1, False
         if self.obstacle or not registration.registered:
             return self.obstacle, -1, False
         try:
@@ -365,6 +365,13 @@ class Agreement:
         ours = newest == self.keep or (self.attempt, newest) in versions  # not of an attempt that was given up
         obstacle = self._tier.obstacle if self._tier is not None else ""
         return obstacle, newest if ours and newest is not None else -1, self.status["free"]
+
+    def _why_gone(self, failure: Exception | None) -> str:
+        """Also a warning, if a holder is there and refuses this rank: that does not pass by itself."""
+        if failure is None or isinstance(failure, LostPeerError):
+            return f"{_GONE}: {failure}" if failure else _GONE
+        self._notices.add(f"no checkpoints: {failure}")
+        return str(failure)
 
     def _digests(self) -> list[int]:
         """Steps and digests of this rank's versions of this attempt; a gathered number has 53 bits."""

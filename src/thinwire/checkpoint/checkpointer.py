@@ -100,7 +100,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         self._run_id, self._training, self._registration, self._tier = run_id, training, registration, None
         self._notices = Notices(self._rank)
         if disk is not None:
-            named = {**about, "topology": topology_digest(about)}
+            named = {**about, "run": run_id, "topology": topology_digest(about)}
             group = private_group(storage.process_group, storage.timeout)
             self._tier = PersistentTier(disk, named, group, self._notices)
         self._governor = governor
@@ -167,7 +167,8 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
 
         Raises:
             ValueError: on all ranks: there are versions of the run, and none can be restored; there is none of
-                ``step``; or another trainer uses the versions to give up.
+                ``step``; another trainer uses the versions to give up; or the directory of `Disk` has checkpoints of
+                another run.
             ThinwireError: the versions could not be loaded.
         """
         cycle, agreement = self._cycle, self._agreement

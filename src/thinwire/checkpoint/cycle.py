@@ -285,7 +285,13 @@ class Cycle:
             return VersionRecord(self.step, skipped=obstacle)
         encoded = encoded if turn.compares else replace(encoded, shared_bytes=0)
         self.settle()  # the last version is coded, or the ranks had not agreed on this one
-        copy = self._copier.begin(encoded, target)
+        try:
+            copy = self._copier.begin(encoded, target)
+        except Exception as error:  # such as no memory on a device: the ranks can agree on the next one
+            reason = f"it was not copied: {type(error).__name__}: {error}"
+            self._notices.add(f"a checkpoint of step {self.step} is missing: {reason}")
+            self.do(lambda: self._agreement.abandon(writer))
+            return VersionRecord(self.step, skipped=reason)
         self._copying = self._worker.submit(lambda: self._finish(turn, copy, encoded))
         self._governor.note_begun()
         self._needed.clear()

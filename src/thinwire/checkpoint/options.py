@@ -74,7 +74,7 @@ class Disk:
     """A directory that all ranks see, for a checkpoint on a disk now and then.
 
     It is read when the memory of all hosts has no version, or only older ones. It is made where there is none, its
-    parent is not.
+    parent is not. It belongs to one run: others are refused.
 
     Args:
         directory: its path. A relative one means the same place wherever the script changes to later.

@@ -29,7 +29,7 @@ from thinwire.checkpoint.pacing.counters import BusySampler, TransmitCounters, i
 from thinwire.checkpoint.placement import replicas_of_ranks
 from thinwire.checkpoint.state.layout import aligned
 from thinwire.comm.hosts import boot_id, network_identity
-from thinwire.errors import ThinwireError, logger
+from thinwire.errors import LostPeerError, ThinwireError, logger
 
 _PAGE_BYTES = 4096
 LAYOUT_BYTES = 16 << 10  # grows with the first version
@@ -84,7 +84,8 @@ def kept_once(
 class Registration:
     """The connection of this rank to its holder, and the addresses of all others'.
 
-    ``client`` is None while this host has no holder. `connect`, `exchange` and `register` are collective.
+    ``client`` is None while this host has no holder, and ``failure`` why, once it was tried. `connect`, `exchange` and
+    `register` are collective.
 
     ``about`` describes the training; ``topology`` is the digest of that, which names it. ``group`` has its ranks.
     ``leases``: whether this job must be the only one that uses the
@@ -118,6 +119,7 @@ class Registration:
         self.common: Common | None = None
         self._commons: list[tuple[int, int]] = []
         self.client: HolderClient | None = None
+        self.failure: Exception | None = None
         self.registered = False
         self._room = (0, 0)  # bytes of a payload and of a layout
         self._attempt = -1
@@ -198,7 +200,7 @@ class Registration:
         if start and os.environ.get("LOCAL_WORLD_SIZE") == world_size:
             client = ensure_holder(HolderOptions(socket=str(self._path)))
         elif not self._path.exists():
-            raise ValueError(
+            raise LostPeerError(
                 f"no holder at {self._path} on {os.uname().nodename}: start one on each host, before the trainers,"
                 " with: thinwire holder --bind ADDRESS --secret-file FILE --detach (on one host, ranks of torchrun"
                 " start it by themselves, and others with LOCAL_WORLD_SIZE set to the number of ranks)"
@@ -215,7 +217,7 @@ class Registration:
 
     def exchange(self, error: str = "") -> None:
         """Gather the addresses of all holders. Raises ValueError on all ranks if one of them is missing."""
-        address, error = "", error or "the holder of its host is lost"
+        address, error = "", error or str(self.failure or "the holder of its host is lost")
         if self.client is not None:
             try:
                 address = str(self.client.holder_status()["address"])
@@ -249,8 +251,10 @@ class Registration:
         if self.client is not None and self.client.is_closed:
             self.close()
         if self.client is None:
-            with contextlib.suppress(ThinwireError, ValueError, OSError):
-                self.client = self._connect()
+            try:
+                self.client, self.failure = self._connect(), None
+            except (ThinwireError, ValueError, OSError) as error:
+                self.failure = error
 
     def close(self) -> None:
         """Close the connection, also to a holder that is gone; not collective."""
@@ -384,7 +388,7 @@ class Registration:
             self.close()
         self.reconnect()
         if self.client is None:
-            raise ValueError(f"no holder at {self._path}")
+            raise ValueError(str(self.failure))
         room = max(room_bytes(payload_bytes), self._room[0]), self.layout_bytes
         self.client.hello(self.run_id, self.about, self.rank, room[0], peers, attempt, room[1], self.common)
         for address, reason in self.client.unreachable.items():

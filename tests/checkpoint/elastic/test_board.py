@@ -186,8 +186,9 @@ def test_values_are_those_of_the_round() -> None:
     agents.join("a", "b")
     now = agents.board.round
     assert agents.board.store(now, {"key": "x", "value": "1"}) == {"value": "1"}
-    assert agents.board.store(now, {"key": "n", "value": 2}) == {"value": "2"}
-    assert agents.board.store(now, {"key": "n", "value": 2}) == {"value": "4"}
+    assert agents.board.store(now, {"key": "n", "value": 2, "by": "a"}) == {"value": "2"}
+    assert agents.board.store(now, {"key": "n", "value": 2, "by": "b"}) == {"value": "4"}
+    assert agents.board.store(now, {"key": "n", "value": 2, "by": "a"}) == {"value": "2"}, "it is asked once more"
     agents.join("a")
     assert agents.board.store(now, {"key": "x"}) == {"value": "1"}, "one that has ended leaves it to the others"
     agents.join("a", "b")

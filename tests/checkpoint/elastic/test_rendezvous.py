@@ -11,7 +11,8 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 from unittest.mock import Mock, patch
 
 import pytest
@@ -26,8 +27,8 @@ from torch.distributed.elastic.rendezvous.api import (
 from clocks import PATIENCE, wait_until
 from elastic_cluster import ElasticCluster, reference_digest, run_elastic
 from namespaces import needs_namespaces
-from thinwire.checkpoint.elastic.board import Board, Boards
-from thinwire.checkpoint.elastic.rendezvous import ElasticRendezvous
+from thinwire.checkpoint.elastic.board import Board, Boards, Claim
+from thinwire.checkpoint.elastic.rendezvous import ElasticRendezvous, _RoundStore
 from thinwire.checkpoint.holder.client import HolderClient
 from thinwire.checkpoint.holder.start import HolderOptions, ensure_holder, stop_holder
 from thinwire.errors import LostPeerError
@@ -236,6 +237,63 @@ def test_what_is_wrong_is_said(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) ->
         lonely = hosts.start("d", (1, 3), join_timeout="0.3", last_call_timeout="100")
     with pytest.raises(RendezvousTimeoutError, match=r"did not start in 0.3 s"):
         lonely.next_rendezvous()
+
+
+def test_a_start_right_after_the_end_of_the_run_is_no_standby_of_it(hosts: Hosts) -> None:
+    """It ended with status 0 and no training, as the second command of `torchrun ... && torchrun ...`."""
+    first = hosts.start("a", (1, 1))
+    hosts.join("a")
+    hosts.joined("a")
+    second, seen, goes_on = hosts.start("b", (1, 1)), list[bool](), threading.Event()
+    sync = second._sync
+
+    def seeing(choose: bool) -> dict[str, Any]:
+        view = sync(choose)
+        seen.append(view["closed"])
+        goes_on.set()
+        return view
+
+    def sleep(seconds: float) -> None:
+        if threading.current_thread().name == "the end":
+            hosts.join("b")
+            assert goes_on.wait(PATIENCE)
+        else:
+            time.sleep(seconds)
+
+    clock = SimpleNamespace(sleep=sleep, monotonic=time.monotonic)
+    with patch.object(second, "_sync", seeing), patch("thinwire.checkpoint.elastic.rendezvous.time", clock):
+        ends = threading.Thread(target=first.shutdown, name="the end")
+        ends.start()
+        ends.join(PATIENCE)
+        assert hosts.joined("b")["b"].rank == 0
+    assert seen[0]
+
+
+def test_a_request_of_a_round_that_gets_no_answer_is_made_again() -> None:
+    """A host whose rank was not set, or that was counted twice or never, kept all hosts waiting for ever."""
+    board = Board("run", (2, 2), 3, (0, 0))
+
+    class Asked:
+        def __init__(self, *lost: str) -> None:
+            self.lost = list(lost)
+
+        def request(self, op: str, content: dict[str, Any]) -> dict[str, Any]:
+            lost = self.lost.pop(0) if self.lost else ""
+            if lost == "request":
+                raise LostPeerError("no answer")
+            answer = board.store(content["round"], content)
+            if lost == "answer":
+                raise LostPeerError("no answer")
+            return answer
+
+    def store(rank: int, over: bool, *lost: str) -> _RoundStore:
+        return _RoundStore(cast(Boards, Asked(*lost)), Claim(0, 2, rank), lambda: over, Mock())
+
+    one, other = store(0, True), store(1, False, "request", "answer", "answer")
+    other.set("torchelastic/role_info/1", "its role")
+    assert one.get("torchelastic/role_info/1") == b"its role"
+    assert (other.add("members", 1), one.add("members", 1), one.add("members", 1)) == (1, 2, 3)
+    assert store(1, True, "request").add("members", 1) == 0, "the round is over"
 
 
 def test_an_agent_that_has_ended_serves_no_store(hosts: Hosts) -> None:

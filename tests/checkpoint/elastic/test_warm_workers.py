@@ -10,11 +10,13 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
 from thinwire.checkpoint.elastic.heartbeat import Heartbeat, Heartbeats
-from thinwire.checkpoint.elastic.warm import MODULE
+from thinwire.checkpoint.elastic.warm import MODULE, _path
+from thinwire.checkpoint.holder.start import beside
 
 SCRIPT = """
 import sys
@@ -35,17 +37,20 @@ time.sleep(600)
 class Host:
     """A directory with a script, and the warm process that an agent would keep for it."""
 
-    def __init__(self, directory: Path, script: str = SCRIPT) -> None:
+    def __init__(self, directory: Path, script: str = SCRIPT, run: str = "run") -> None:
         self.script, self.directory = directory / "script.py", directory
         self.script.write_text(script)
-        self.environment = {**os.environ, "THINWIRE_HOLDER": str(directory / "holder.sock")}
+        named = {"THINWIRE_HOLDER": str(directory / "holder.sock"), "THINWIRE_RUN_ID": run}
+        self.environment = {**os.environ, **named}
+        with patch.dict(os.environ, named):
+            self._listens_at = _path()
         command = [sys.executable, "-c", f"import {MODULE} as warm; warm.serve()", str(self.script)]
         self.warm = subprocess.Popen(command, env=self.environment, stderr=subprocess.PIPE, text=True)
         self._started = [self.warm]
 
     def wait(self) -> None:
         deadline = time.monotonic() + 20
-        while not (self.directory / "holder.sock.warm").exists():
+        while not self._listens_at.exists():
             assert time.monotonic() < deadline
             time.sleep(0.01)
 
@@ -119,6 +124,17 @@ def test_a_worker_ends_with_the_warm_process(host: Host) -> None:
     assert is_gone(pid)
 
 
+def test_the_warm_process_of_another_run_on_the_host_replaces_none(host: Host) -> None:
+    """Workers were forks of the other one, and ended with that run."""
+    other = Host(host.directory, run="other")
+    assert other._listens_at != host._listens_at
+    other.wait()
+    pid = int(host.start("sleep").stdout.readline())  # type: ignore[union-attr]
+    parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[1])
+    other.close()
+    assert parent == host.warm.pid
+
+
 def test_without_a_warm_process_a_worker_starts_cold_and_says_so(host: Host) -> None:
     host.warm.kill()
     host.warm.wait()
@@ -175,11 +191,24 @@ def test_a_worker_that_makes_no_step_is_silent_until_it_ends(tmp_path: Path) -> 
         assert not list(tmp_path.iterdir())
 
 
+def test_an_agent_sees_no_workers_of_another_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It removed what they had written, and would have killed them."""
+    agents = {}
+    for run in ("one", "other"):
+        monkeypatch.setenv("THINWIRE_RUN_ID", run)
+        agents[run] = Heartbeats(tmp_path / "holder.sock")
+    heartbeat = Heartbeat(tmp_path / "holder.sock")
+    heartbeat.beat(7)
+    agents["one"].clear()
+    assert (agents["one"]._paths(), agents["other"]._paths()) == ([], [heartbeat._path])
+    heartbeat.close()
+
+
 @pytest.mark.parametrize("where", ["full", "gone"])
 def test_a_heartbeat_that_cannot_be_written_stops_no_training(tmp_path: Path, where: str) -> None:
     socket = tmp_path / ("gone/holder.sock" if where == "gone" else "holder.sock")
     if where == "full":
-        Path(f"{socket}.step.{os.environ.get('LOCAL_RANK', '0')}").symlink_to("/dev/full")
+        beside(socket, f"step.{os.environ.get('LOCAL_RANK', '0')}").symlink_to("/dev/full")
     heartbeat, agent = Heartbeat(socket), Heartbeats(socket)
     for step in (1, 2):
         heartbeat.beat(step)

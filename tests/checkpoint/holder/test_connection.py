@@ -7,7 +7,10 @@ import random
 import socket
 import threading
 import time
+import zlib
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -182,4 +185,47 @@ def test_a_sender_that_calls_a_lost_host_is_stopped_at_once(monkeypatch: pytest.
     sender.stop()
     assert time.monotonic() - started < TIMEOUT_SECONDS / 2
     answers.set()
+    store.close()
+
+
+def test_a_version_that_was_given_up_is_sent_when_the_peer_is_there_again() -> None:
+    """And not counted as pending before: its slot may be written to."""
+    from thinwire.checkpoint.holder.replication import Grants, Replicator
+    from thinwire.checkpoint.holder.slots import SlotSize
+    from thinwire.checkpoint.holder.store import Store
+    from thinwire.checkpoint.holder.version import Manifest, ShardId
+
+    store, is_there = Store(1 << 20), threading.Event()
+
+    class Peer:
+        """It has the version that it is asked about, once it has been asked to take one."""
+
+        is_closed, hung_up, tcp_counts = False, False, (0, 0.0, 0.0)
+
+        def request(self, op: str, content: dict[str, Any], payload: bytes = b"") -> SimpleNamespace:
+            return SimpleNamespace(json={"versions": []} if op == "register" else {"have": True})
+
+        def close(self) -> None:
+            """It stays."""
+
+    def call(address: str) -> Connection:
+        if not is_there.is_set():
+            raise LostPeerError("it does not answer")
+        return cast(Connection, Peer())
+
+    shard = store.register(ShardId("run", "topology", 0), SlotSize(4096, 4096))
+    sender = Replicator(store, shard, "10.0.0.1:1", call, Grants(store.changed), 0.0)
+    shard.replicas = {sender.address: sender}
+    manifest = Manifest(shard.id, 1, 0, 0, 1, (), 0, zlib.crc32(b""))
+    holding = store.begin(shard, None)
+    assert holding is not None
+    store.seal(holding, manifest, b"")
+    sender.start()
+    wait_until(lambda: sender.dropped == 1)
+    with store.changed:
+        assert (sender.bytes_pending(), sender.is_settled(manifest.version.digest)) == (0, True)
+    is_there.set()
+    wait_until(lambda: sender.has(manifest.version.digest))
+    assert (sender.dropped, sender.last_error) == (1, "")
+    sender.stop()
     store.close()

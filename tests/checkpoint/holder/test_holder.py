@@ -24,11 +24,12 @@ from hypothesis import strategies as st
 
 import thinwire.checkpoint.holder.daemon as daemon
 from thinwire.checkpoint.holder import faultpoint, store
-from thinwire.checkpoint.holder.client import HolderClient
+from thinwire.checkpoint.holder.client import Common, HolderClient
 from thinwire.checkpoint.holder.frames import Connection, FrameKind
 from thinwire.checkpoint.holder.metrics import prometheus_text
 from thinwire.checkpoint.holder.replication import call
 from thinwire.checkpoint.holder.server import AlreadyRunning, Holder, HolderConfig
+from thinwire.checkpoint.holder.slots import Slot, SlotSize
 from thinwire.checkpoint.holder.start import HolderOptions, ensure_holder, start_holder, stop_holder
 from thinwire.checkpoint.holder.version import CHUNK_BYTES, Manifest, ShardId, Version, topology_digest
 from thinwire.errors import CorruptMessageError, LostPeerError, PeerError, ThinwireError
@@ -638,6 +639,33 @@ def test_a_holder_has_its_socket_to_itself(host: Callable[..., Holder]) -> None:
         assert client.holder_status()["address"] == here.address
 
 
+@pytest.mark.parametrize("is_common", [False, True])
+def test_memory_that_is_allocated_keeps_nobody_waiting(
+    host: Callable[..., Holder], monkeypatch: pytest.MonkeyPatch, is_common: bool
+) -> None:
+    """For gigabytes that takes longer than the patience of the others, which took the holder for lost."""
+    answered, in_time, allocate = threading.Event(), [], Slot.allocate
+    size = {"topology": {"of": 2}, "common": Common(0, 10_000, 1) if is_common else None}
+    with client_of(here := host("a"), owner=1, payload_bytes=10, topology={"of": 2}) as other:
+        with client_of(here, payload_bytes=10, **size):
+            """It leaves slots that are too small."""
+        larger = {"common": Common(0, 90_000, 1)} if is_common else {"payload_bytes": 90_000}
+        with client_of(here, **{**size, "payload_bytes": 10, **larger}) as client:
+
+            def slow(size: SlotSize) -> Slot:
+                asks.start()
+                in_time.append(answered.wait(5))
+                return allocate(size)
+
+            asks = threading.Thread(target=lambda: other.status() and answered.set())
+            monkeypatch.setattr(Slot, "allocate", slow)
+            writer = client.slot(1)
+            asks.join(60)
+            assert writer is not None
+            assert len(writer.common if writer.common is not None else writer.payload) >= 90_000
+            assert in_time == [True]
+
+
 def test_without_room_it_says_how_much_is_needed(host: Callable[..., Holder]) -> None:
     here, small = host("a"), host("b", budget_bytes=NUM_BYTES)
     with client_of(small, hello=False) as client:
@@ -758,6 +786,20 @@ def test_peers_cannot_do_what_trainers_can(host: Callable[..., Holder]) -> None:
 def test_an_address_that_is_not_ours_alone_is_refused(host: Callable[..., Holder], bind: str) -> None:
     with pytest.raises(ValueError, match="bind"):
         host("a", bind=bind)
+    assert "scrub" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_a_holder_is_reached_once_it_is_whole(host: Callable[..., Holder], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first trainers lost it: what they asked for did not exist yet."""
+    whole, accept = [], Holder._accept
+
+    def accepting(holder: Holder, kind: str, listener: socket.socket) -> None:
+        whole.append(holder.status()["damaged_versions"] == 0)
+        accept(holder, kind, listener)
+
+    monkeypatch.setattr(Holder, "_accept", accepting)
+    host("a")
+    assert whole == [True, True]
 
 
 def test_the_process_starts_once_survives_its_starter_and_ends_clean(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import zlib
 from collections.abc import Callable, Iterator
 
@@ -75,6 +76,17 @@ def test_an_older_version_never_takes_the_place_of_a_newer_one(store: Store) -> 
     assert orders(shard) == [(1, 8), (1, 9)]
     assert write(store, shard, (0, 9), recovering=True) is not None
     assert orders(shard) == [(0, 9), (1, 9)]
+
+
+def test_a_second_slot_is_not_waited_for_while_others_get_theirs(store: Store) -> None:
+    shard = put(store)
+    shard.holdings.pop().slot.close()
+    said: list[str] = []
+    asks = threading.Thread(target=lambda: said.append(store.fill_up(shard)), daemon=True)
+    with store._registering:
+        asks.start()
+        asks.join(5)
+        assert (said, len(shard.holdings)) == ([""], 1)
 
 
 def test_an_older_version_may_have_an_empty_slot(store: Store) -> None:

@@ -367,12 +367,13 @@ def check_parent(directory: Path) -> None:
 
 
 class PersistentTier:
-    """A store of states of all ranks in a directory that all of them see, used by this training alone.
+    """A store of states of all ranks in a directory that all of them see, used by this run alone: nothing is read or
+    written where a checkpoint names another one.
 
     The seconds between two checkpoints are by the clock of rank 0. They count from the newest checkpoint in the
     directory, or from the first start of the run, so that a job that fails more often still saves. ``about`` has
-    ``topology``, ``state`` and ``world_size``. Only the thread that saves uses ``group``, or others while it does not
-    run. ``notices`` gets the failures, from rank 0.
+    ``run``, ``topology``, ``state`` and ``world_size``. Only the thread that saves uses ``group``, or others while it
+    does not run. ``notices`` gets the failures, from rank 0.
     """
 
     def __init__(self, disk: Disk, about: dict[str, Any], group: PrivateGroup, notices: Notices) -> None:
@@ -452,7 +453,14 @@ class PersistentTier:
         layout, tensors = on_all(self._group, taken)
         about = {**self._about, "step": step, "attempt": attempt}
         with contextlib.ExitStack() as stack:
-            self._on_rank_0(lambda: [stack.enter_context(self._locked()), self._remove_partial(), partial.mkdir()])
+
+            def begin() -> None:
+                stack.enter_context(self._locked())
+                self._remove_partial()
+                self._readable()
+                partial.mkdir()
+
+            self._on_rank_0(begin)
             try:
                 gathered = write_shards(partial, layout, tensors, self._group)
                 self._on_rank_0(lambda: [write_about(partial, about | gathered), self._publish(partial, final)])
@@ -521,19 +529,29 @@ class PersistentTier:
         return sorted(orders, key=lambda step: orders[step], reverse=True)[self._keep :]
 
     def _readable(self) -> list[dict[str, Any]]:
+        """Raises ThinwireError if another run uses the directory. Earlier releases named no run."""
         abouts: list[dict[str, Any]] = []
         for step in self._steps():
             try:
                 abouts.append(read_about(self._path(step), step))
             except (OSError, ThinwireError) as error:
                 logger.warning("%s is not a checkpoint: %s", self._path(step), error)
+        for about in abouts:
+            if about.get("run", self._about["run"]) != self._about["run"]:
+                raise ThinwireError(
+                    f"{self.directory} has checkpoints of run {about['run']!r}, and this is run {self._about['run']!r}:"
+                    f" go on from them with run_id={about['run']!r}, or take a directory that no other run uses"
+                )
         return abouts
 
     def survey(self) -> tuple[list[dict[str, Any]], list[int]]:
         """Return the descriptions of the checkpoints that rank 0 sees, highest step first, and the steps of those that
-        it cannot read; collective. It waits for a running save, and starts the clock of the run."""
+        it cannot read; collective. It waits for a running save, and starts the clock of the run.
+
+        Raises ValueError on all ranks if another run uses the directory.
+        """
         self.join()
-        found = on_all(self._group, lambda: self._found() if self._rank == 0 else ([], []))
+        found = on_all(self._group, lambda: self._found() if self._rank == 0 else ([], []), ValueError)
         return tuple(gather_json(found, self._group)[0])
 
     def _found(self) -> tuple[list[dict[str, Any]], list[int]]:

@@ -96,6 +96,7 @@ class Board:
         self._agents: dict[str, _Agent] = {}
         self._former: list[Any] = []  # holders of agents that are gone, the last one first
         self._values: dict[str, str] = {}
+        self._added: dict[tuple[str, str], str] = {}  # result by key and sender, who may not have got it
         self._ready: tuple[set[str], float] = set(), 0.0
         self._arrivals = 0
 
@@ -157,13 +158,19 @@ class Board:
             agent.seen = min(agent.seen, now - self.patience / 2)
 
     def store(self, round_number: int, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Get, set or add to a value that the agents of the newest round share; None for agents of another one."""
+        """Get, set or add to a value that the agents of the newest round share; None for agents of another one.
+
+        An addition of the same key and ``by`` is done once.
+        """
         if round_number != self.round:
             return {"value": None}
         key, value = field(request, "key", str, 1, 512), request.get("value")
         if isinstance(value, int):
-            self._values[key] = str(int(self._values.get(key, "0")) + value)
-        elif isinstance(value, str):
+            by = field(request, "by", str, 0, 64)
+            if not by or (key, by) not in self._added:
+                self._added[key, by] = self._values[key] = str(int(self._values.get(key, "0")) + value)
+            return {"value": self._added[key, by]}
+        if isinstance(value, str):
             self._values[key] = value
         return {"value": self._values.get(key)}
 
@@ -189,7 +196,7 @@ class Board:
         chosen = sorted(ready, key=lambda name: (-(ready[name].claim or (0,))[0], ready[name].arrival))[:high]
         self.round = 1 + max([self.round, *(agent.claim.round for agent in ready.values() if agent.claim is not None)])
         self._ranks = assign_ranks({name: ready[name].claim for name in chosen})
-        self._values = {}
+        self._values, self._added = {}, {}
 
 
 _LOST_SECONDS = 0.2  # for another look at the board that was just lost, where others answer

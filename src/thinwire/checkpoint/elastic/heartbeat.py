@@ -6,6 +6,8 @@ import os
 import struct
 from pathlib import Path
 
+from thinwire.checkpoint.holder.start import beside
+
 _BEAT = struct.Struct("!QQ")  # process, step
 
 
@@ -16,7 +18,7 @@ class Heartbeat:
     """
 
     def __init__(self, socket: Path) -> None:
-        self._path, self._file = Path(f"{socket}.step.{os.environ.get('LOCAL_RANK', '0')}"), -1
+        self._path, self._file = beside(socket, f"step.{os.environ.get('LOCAL_RANK', '0')}"), -1
         with contextlib.suppress(OSError):
             self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -33,10 +35,10 @@ class Heartbeat:
 
 
 class Heartbeats:
-    """The heartbeats of the workers of a host."""
+    """The heartbeats of the workers of this run on a host."""
 
     def __init__(self, socket: Path) -> None:
-        self._socket = socket
+        self._pattern = beside(socket, "step.*")
         self._seen: dict[Path, tuple[bytes, float]] = {}
 
     def clear(self) -> None:
@@ -59,7 +61,7 @@ class Heartbeats:
         return result
 
     def _paths(self) -> list[Path]:
-        return sorted(self._socket.parent.glob(f"{self._socket.name}.step.*"))
+        return sorted(self._pattern.parent.glob(self._pattern.name))
 
 
 def _is_locked(file: int) -> bool:

@@ -10,7 +10,6 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from torch.distributed import TCPStore
@@ -34,6 +33,7 @@ from thinwire.checkpoint.holder.start import (
     SOCKET_VARIABLE,
     STANDBYS_VARIABLE,
     HolderOptions,
+    beside,
     birth_of,
     ensure_holder,
     load_secret,
@@ -97,7 +97,7 @@ class ElasticRendezvous(RendezvousHandler):
         os.environ[SOCKET_VARIABLE], os.environ[AGENT_VARIABLE] = str(path), str(os.getpid())
         self._warm, self._heartbeats = Warm(), Heartbeats(path)
         self._warm.ensure()
-        self._address, self._file = params.local_addr or bind, Path(f"{path}.rank")
+        self._address, self._file = params.local_addr or bind, beside(path, "rank")
         self._name = f"{self._address} {os.getpid()} {secrets.token_hex(4)}"
         self._boards = Boards(
             endpoints,
@@ -108,6 +108,7 @@ class ElasticRendezvous(RendezvousHandler):
         self._hosts = [low, high]
         self._want, self._fresh, self._claim, self._master = "", True, self._read_claim(), [self._address, 0]
         self._heard, self._over, self._closed = time.monotonic(), False, False
+        self._has_met = False  # the run before its end: what ended before this agent came is an earlier start of it
         self._lock = threading.Lock()
         for target in (self._keep_in_touch, self._keep_holder, self._watch_steps):
             threading.Thread(target=target, daemon=True, name=target.__name__).start()
@@ -212,7 +213,7 @@ class ElasticRendezvous(RendezvousHandler):
         os.environ[STANDBYS_VARIABLE] = " ".join(outside)  # of the workers, who ask them for what others lack
         address, port = view["master"]
         logger.info("run %s, round %s: rank %s of %s hosts", self._run_id, view["round"], rank, hosts)
-        store: Any = _RoundStore(self._boards, self._claim, lambda: self._over, self._prefetch)
+        store: Any = _RoundStore(self._boards, self._claim, lambda: self._over or self._ended.is_set(), self._prefetch)
         return RendezvousInfo(store, rank, hosts, RendezvousStoreInfo(address, port))
 
     def _word(self, want: str) -> dict[str, Any]:
@@ -225,7 +226,8 @@ class ElasticRendezvous(RendezvousHandler):
         with self._lock:
             claim, want = self._claim, self._want
             view = self._boards.request("sync", self._word(want), choose=choose)
-            self._heard, self._closed = time.monotonic(), self._closed or view["closed"]
+            self._heard, self._has_met = time.monotonic(), self._has_met or not view["closed"]
+            self._closed = self._has_met and (self._closed or view["closed"])
             if want == "run" and claim is not None:
                 self._over |= view["round"] != claim.round or view["rank"] is None or view["grow"]
             return view
@@ -312,8 +314,9 @@ class _RoundStore:
         self, boards: Boards, claim: Claim, over: Callable[[], bool], on_ranks: Callable[[range, int], None]
     ) -> None:
         self._boards, self._claim, self._over, self._on_ranks = boards, claim, over, on_ranks
-        self._role = "{}"
-        self.timeout: Any = None  # of no use here, but torchrun sets it
+        self._role, self._num_adds = "{}", 0
+        # torchrun sets it; to leave its barrier at the end after that would end the workers of hosts that still train
+        self.timeout: Any = None
 
     def set_timeout(self, timeout: Any) -> None:
         self.timeout = timeout
@@ -325,7 +328,8 @@ class _RoundStore:
         self._ask(key, text)
 
     def add(self, key: str, amount: int) -> int:
-        return int(self._ask(key, amount) or 0)
+        self._num_adds += 1
+        return int(self._ask(key, amount, f"{self._claim.rank}/{self._num_adds}") or 0)
 
     def get(self, key: str) -> bytes:
         result = self._wait(key)
@@ -354,10 +358,15 @@ class _RoundStore:
             time.sleep(_POLL_SECONDS / 2)
         return result
 
-    def _ask(self, key: str, value: str | int | None = None) -> str | None:
-        with contextlib.suppress(ThinwireError, ValueError):
-            return self._boards.request("store", {"round": self._claim.round, "key": key, "value": value}).get("value")
-        return None
+    def _ask(self, key: str, value: str | int | None = None, by: str = "") -> str | None:
+        """Ask until there is an answer, or the round is over. What was asked may have been done where none came."""
+        while True:
+            with contextlib.suppress(ThinwireError):
+                request = {"round": self._claim.round, "key": key, "value": value, "by": by}
+                return self._boards.request("store", request).get("value")
+            if self._over():
+                return None
+            time.sleep(_POLL_SECONDS)
 
 
 def _seconds(params: RendezvousParameters, key: str, default: float) -> float:

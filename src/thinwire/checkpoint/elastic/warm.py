@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from thinwire.checkpoint.holder.acceptor import listen_unix
-from thinwire.checkpoint.holder.start import end_with_parent, socket_path
+from thinwire.checkpoint.holder.start import beside, end_with_parent, socket_path
 from thinwire.errors import LostPeerError
 
 MODULE = "thinwire.checkpoint.elastic.warm"
@@ -203,7 +203,7 @@ def _place(argv: list[str]) -> list[str]:
 
 
 def _path() -> Path:
-    return Path(f"{socket_path()}.warm")
+    return beside(socket_path(), "warm")
 
 
 def _send(connection: socket.socket, content: dict[str, Any], files: Sequence[int] = ()) -> None:

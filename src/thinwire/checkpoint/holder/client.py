@@ -133,6 +133,7 @@ class HolderClient(contextlib.AbstractContextManager["HolderClient"]):
     def __init__(self, connection: Connection) -> None:
         self._connection, self._lock = connection, threading.Lock()
         self._slots: dict[int, Slot] = {}
+        self._num_slots = 0
         self.shard: ShardId | None = None
         self.unreachable: dict[str, str] = {}
 
@@ -222,6 +223,7 @@ class HolderClient(contextlib.AbstractContextManager["HolderClient"]):
         content |= {"attempt": attempt, "replicas": list(replicas), "common": common and common._asdict()}
         answer = self.request("hello", content, seconds=_SLOW_SECONDS)
         self.shard, self.unreachable = shard, field(answer, "unreachable", dict)
+        self._num_slots = 2 if common is None else 4
 
     def slot(self, step: int, keep_step: int | None = None) -> SlotWriter | None:
         """Return a slot for the version of ``step``, or None if none may be overwritten now: then skip the version.
@@ -231,7 +233,8 @@ class HolderClient(contextlib.AbstractContextManager["HolderClient"]):
         replicas. A writer that was neither published nor abandoned before is abandoned.
         """
         with self._lock:
-            frame = self._connection.request("slot", {"step": step, "keep_step": keep_step})
+            seconds = _SLOW_SECONDS if len(self._slots) < self._num_slots else None  # one may have to grow
+            frame = self._connection.request("slot", {"step": step, "keep_step": keep_step}, seconds=seconds)
             answer = frame.json
             if answer.get("slot") is None:
                 return None

@@ -62,12 +62,20 @@ def _serve(options: dict[str, Any], ready: int) -> int:
     threading.Thread(target=_obey_signals, args=(holder,), daemon=True).start()
     status = {key: holder.status()[key] for key in ("pid", "socket", "address", "budget_bytes")}
     if options.get("ready_file"):
-        Path(options["ready_file"]).write_text(json.dumps(status, indent=2) + "\n")
+        _write_whole(Path(options["ready_file"]), json.dumps(status, indent=2) + "\n")
     _say(ready, {"ready": True, **status})
     while not holder.stopping.wait(_LOOK_SECONDS):
         holder.keep_socket()
     holder.stop()
     return 0
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """Write a file that somebody waits for, who reads it as soon as it is there; a pipe or a device as it is."""
+    partial = path.with_name(f"{path.name}.partial") if path.is_file() or not path.exists() else path
+    partial.write_text(text)
+    if partial != path:
+        partial.replace(path)
 
 
 def _obey_signals(holder: Any) -> None:

@@ -174,7 +174,8 @@ def _map(part: memoryview) -> None:
 class Replicator:
     """A sender that keeps one peer's holder supplied with the versions of one shard, in a thread of its own.
 
-    A version that made no progress for ``deadline_seconds`` is given up.
+    A version that made no progress for ``deadline_seconds`` is given up: its slot is free. Once on each new connection
+    the newest of those is tried again.
     """
 
     def __init__(
@@ -185,6 +186,7 @@ class Replicator:
         self._connection: Connection | None = None
         self._held: set[str] = set()  # digests that the peer has said it has
         self._given_up: set[str] = set()
+        self._may_retry, self._retried = False, list[Manifest]()  # the one of those that is being sent
         self._sending: tuple[str, int] | None = None  # digest, bytes sent of it
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"replicator {address}", daemon=True)
@@ -215,13 +217,20 @@ class Replicator:
     def bytes_pending(self) -> int:
         """Return the bytes still to be sent; call it with the store's lock held."""
         digest, sent = self._sending or ("", 0)
-        lacking = [manifest for _, manifest in self.lacking()]
+        lacking = [*(manifest for _, manifest in self.lacking()), *self._retried]
         return sum(each.payload_bytes - (sent if each.version.digest == digest else 0) for each in lacking)
 
     def lacking(self) -> list[tuple[Holding, Manifest]]:
         """Return the versions that the peer should get, oldest first; call it with the store's lock held."""
         result, shard = self._shard.complete(), self._shard
         return [(h, m) for h, m in result if not self.is_settled(m.version.digest) and shard.is_wanted(m)]
+
+    def _to_retry(self) -> list[tuple[Holding, Manifest]]:
+        """Return the newest version that the peer should have had, if it is there again."""
+        if self._connection is None or not self._may_retry:
+            return []
+        missed, shard = self._given_up - self._held, self._shard
+        return [(h, m) for h, m in shard.complete() if m.version.digest in missed and shard.is_wanted(m)][-1:]
 
     def _counts(self) -> tuple[int, float]:
         """Bytes acknowledged, and seconds in which some were on their way, over all connections so far."""
@@ -273,7 +282,7 @@ class Replicator:
             if self._stopping.is_set():
                 connection.close()
                 raise LostPeerError("it is stopped")
-            self._held, self._connection = held, connection
+            self._held, self._connection, self._may_retry = held, connection, True
 
     def _disconnect(self) -> None:
         if self._connection is not None:
@@ -286,12 +295,14 @@ class Replicator:
             if self._connection is None:
                 try:
                     self.connect()
+                    self.last_error = ""
                 except (ThinwireError, ValueError) as error:
                     self.last_error = f"{self.address}: {error}"
             if (result := self._next()) is not None:
                 try:
                     self._supply(*result)
                 finally:
+                    self._retried = []
                     self._store.unpin(result[0])
             elif self._connection is not None and self._connection.hung_up:
                 self._disconnect()
@@ -300,9 +311,12 @@ class Replicator:
     def _next(self) -> tuple[Holding, Manifest] | None:
         """The oldest version that the peer lacks, pinned; None after a while without one."""
         with self._store.changed:
-            self._store.changed.wait_for(lambda: self.lacking() or self._stopping.is_set(), _IDLE_SECONDS)
-            result = [] if self._stopping.is_set() else self.lacking()
+            due = lambda: self.lacking() or self._to_retry()  # noqa: E731
+            self._store.changed.wait_for(lambda: due() or self._stopping.is_set(), _IDLE_SECONDS)
+            result = [] if self._stopping.is_set() else due()
             if result:
+                self._retried = [m for _, m in result[:1] if self.is_settled(m.version.digest)]
+                self._may_retry = self._may_retry and not self._retried
                 result[0][0].readers += 1
             return result[0] if result else None
 
@@ -329,6 +343,11 @@ class Replicator:
             reached, self._sending = self._sending[1] if self._sending else 0, None
             if altered:
                 return  # altered on this host, so this is no version any more
+            if self._retried:  # and not again at once, if this peer takes calls and nothing else
+                with self._store.changed:
+                    self._retried = []
+                    self._store.changed.wait_for(lambda: self.lacking() or self._stopping.is_set(), _IDLE_SECONDS)
+                return
             if reached > best:
                 best, progress_at = reached, time.monotonic()
             if time.monotonic() - progress_at > self._deadline_seconds:

@@ -60,7 +60,8 @@ class Holder(contextlib.AbstractContextManager["Holder"]):
         self._lock = threading.Lock()
         self._acceptors: dict[str, Acceptor] = {}
         self._claim = _claim(config.socket_path)
-        try:
+        self.scrubber = Scrubber(self.store, self._mend)
+        try:  # last, since whoever finds an address asks at once
             listener, self.address = _listen_tcp(config.bind, config.port)
             if listener.getsockname()[0] in _WILDCARDS:  # which has many names: 0, ::0, ...
                 listener.close()
@@ -72,9 +73,9 @@ class Holder(contextlib.AbstractContextManager["Holder"]):
         except BaseException:
             for acceptor in self._acceptors.values():
                 acceptor.close()
+            self.scrubber.stop()
             os.close(self._claim)
             raise
-        self.scrubber = Scrubber(self.store, self._mend)
 
     def __exit__(self, *_: object) -> None:
         self.stop()

@@ -264,7 +264,10 @@ class Shard:
 
 
 class Store:
-    """All shards of a host. ``changed`` is the lock for all of them, and is notified when a version comes or goes."""
+    """All shards of a host. ``changed`` is the lock for all of them, and is notified when a version comes or goes.
+
+    Memory is allocated without it: for gigabytes that takes seconds, and those who ask for a status do not wait.
+    """
 
     def __init__(self, budget_bytes: int) -> None:
         self.budget_bytes = budget_bytes
@@ -272,7 +275,7 @@ class Store:
         self.bytes_sent = 0  # to all peers
         self.plans: dict[str, Assignment] = {}
         self.changed = Changes()
-        self._registering = threading.Lock()
+        self._registering, self._gathering = threading.Lock(), threading.Lock()
         self._fetching: set[str] = set()
         self._slot_number = 0
 
@@ -348,8 +351,12 @@ class Store:
     def fill_up(self, shard: Shard) -> str:
         """Return why the shard has no second slot, or an empty text: it gets one if there is room now."""
         if len(shard.holdings) < SLOTS_PER_SHARD:
-            with self._registering:
+            if not self._registering.acquire(blocking=False):  # somebody allocates
+                return ""
+            try:
                 self._fill_up(shard.id.run_id)
+            finally:
+                self._registering.release()
         if len(shard.holdings) == SLOTS_PER_SHARD or self._plan(shard.id.run_id).wanted:
             return ""
         return f"{shard.id} is not saved: for a second slot it needs {self._shortage(shard.size.total_bytes)}"
@@ -363,7 +370,9 @@ class Store:
                 for shard in shards:
                     while len(shard.holdings) < SLOTS_PER_SHARD:
                         self._make_room(shard.id, shard.size.total_bytes, evict=not plan.wanted)
-                        shard.holdings = shard.holdings + self._allocate(shard.size, 1)
+                        added = self._allocate(shard.size, 1)
+                        with self.changed:
+                            shard.holdings = shard.holdings + added
 
     def _make_room(self, shard_id: ShardId, needed: int, evict: bool) -> None:
         """Evict what nobody goes back to, until so many bytes are available. Raises BudgetError."""
@@ -410,8 +419,9 @@ class Store:
         holdings: list[Holding] = []
         try:
             for _ in range(count):
-                self._slot_number += 1
-                holdings.append(Holding(Slot.allocate(size), self._slot_number))
+                with self.changed:
+                    self._slot_number = number = self._slot_number + 1
+                holdings.append(Holding(Slot.allocate(size), number))
         except OSError as error:
             for holding in holdings:
                 holding.slot.close()
@@ -447,20 +457,30 @@ class Store:
                 index = choose_slot(views, keep, before)
             if index is None or self.shards.get(shard.id) is not shard:
                 return None
-            holding = self._grown(shard, shard.holdings[index])
+            holding, size = shard.holdings[index], shard.size
             holding.manifest, holding.layout, holding.writing = None, b"", True
-            holding.slot.begin()
-            return holding
+            if holding.slot.size.covering(size) == holding.slot.size:
+                holding.slot.begin()
+                return holding
+            holding.slot.close()
+        return self._larger(shard, holding, size)
 
-    def _grown(self, shard: Shard, holding: Holding) -> Holding:
-        """The slot, allocated again if it is smaller than its shard needs by now."""
-        if holding.slot.size.covering(shard.size) == holding.slot.size:
-            return holding
-        shard.holdings = [other for other in shard.holdings if other is not holding]
-        holding.slot.close()
-        (larger,) = self._allocate(shard.size, 1)
-        shard.holdings = [*shard.holdings, larger]
-        return larger
+    def _larger(self, shard: Shard, holding: Holding, size: SlotSize) -> Holding | None:
+        """Replace a slot, which was freed to be written, by one of that size; None if the shard has gone meanwhile."""
+        added: list[Holding] = []
+        try:
+            added = self._allocate(size, 1)
+        finally:
+            with self.changed.change():
+                shard.holdings = [other for other in shard.holdings if other is not holding] + added
+                holding.writing = False
+                for larger in added:
+                    larger.writing = True
+                    larger.slot.begin()
+        if self.shards.get(shard.id) is shard:
+            return added[0]
+        added[0].slot.close()
+        return None
 
     def seal(self, holding: Holding, manifest: Manifest, layout: bytes, pieces: tuple[int, ...] = ()) -> None:
         """Make the content of the slot a version."""
@@ -476,13 +496,19 @@ class Store:
         None if no slot may be overwritten, or if they have given it up, or are at a later one. An earlier one is
         given up.
         """
-        with self.changed:
-            if shard.gathering is not None and shard.gathering.order < order:
-                self.end_gathering(shard, False)
-            if shard.gathering is None and (shard.failed is None or shard.failed < order):
-                holding = self.begin(shard, shard.keep)
-                shard.gathering = None if holding is None else Gathering(order, holding, members)
-            return shard.gathering if shard.gathering is not None and shard.gathering.order == order else None
+        with self._gathering:
+            with self.changed:
+                if shard.gathering is not None and shard.gathering.order < order:
+                    self.end_gathering(shard, False)
+                begins = shard.gathering is None and (shard.failed is None or shard.failed < order)
+            holding = self.begin(shard, shard.keep) if begins else None
+            with self.changed:
+                if holding is not None and (shard.failed is None or shard.failed < order):
+                    shard.gathering = Gathering(order, holding, members)
+                elif holding is not None:  # given up meanwhile
+                    self.abandon(holding)
+                gathering = shard.gathering
+                return gathering if gathering is not None and gathering.order == order else None
 
     def contribute(
         self, shard: Shard, gathering: Gathering, owner: int, manifest: Manifest, then: Callable[[bool], None]

@@ -43,6 +43,7 @@ from thinwire.errors import (
     CorruptHeaderError,
     CorruptMessageError,
     LostPeerError,
+    PeerError,
     ThinwireError,
     forget_locals,
     is_of_a_peer,
@@ -619,7 +620,7 @@ class Lane:
         doing = ", ".join(filter(None, (self.doing(), self._subject))) or ATTACH
         if is_late:  # Gloo closes all connections of the group itself
             ended = ()
-        is_own, is_told = not is_of_a_peer(error), isinstance(error, CorruptMessageError)
+        is_own, is_told = not is_of_a_peer(error), isinstance(error, (CorruptMessageError, PeerError))
         parts = reason, doing, tuple(ended), tuple(waits), seconds, is_late
         return Note(self.notes.rank, is_own, *parts, is_told=is_told)
 

@@ -53,7 +53,8 @@ class Note:
         seconds: for how long.
         is_late: whether the wait ended with its timeout.
         at: seconds since the epoch.
-        is_told: whether it failed by what a peer sent, as zeros in place of a message that could not be made.
+        is_told: whether it failed by what a peer sent, as zeros in place of a message that could not be made, or
+            a report of what failed there.
     """
 
     rank: int

@@ -9,6 +9,7 @@ import signal
 import time
 from contextlib import nullcontext, suppress
 from datetime import timedelta
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from thinwire.comm import lane
+from thinwire.comm.channel import Subject
 from thinwire.errors import LostPeerError
 from thinwire.gradients import synchronizer
 from thinwire.lab.testbed import launch
@@ -265,3 +267,32 @@ def test_a_collective_of_fsdp_behind_the_end_of_a_lane_names_who_ended_it() -> N
     name, text, rank, _ = outcome.value or ("", outcome.error, None, 0.0)
     assert (name, rank) == ("LostPeerError", 1), text
     assert text.startswith("rank 1 "), text
+
+
+def _answers_late(context: RankContext, silences: int) -> list[int | None]:
+    """The store does not answer rank 1 in time for a while; rank 2 fails, and in the next lane rank 0."""
+    named: list[int | None] = []
+    cloned, calls = lane.cloned, count()
+    if context.rank == 1:
+        lane.cloned = lambda store: None if next(calls) < silences else cloned(store)
+    for victim in (2, 0):
+
+        def job(own: lane.Lane, victim: int = victim) -> None:
+            own.channel(Subject("a table", "")).open()
+            if context.rank == victim:
+                raise _OfTheUser
+            own.channel(Subject("the next table", "")).open()
+
+        own = lane.Lane(None, TIMEOUT)
+        with pytest.raises((_OfTheUser, LostPeerError)) as caught:
+            own.submit(job).wait()
+        named.append(getattr(caught.value, "rank", victim))
+        own.close()
+        dist.barrier()
+    return named
+
+
+@pytest.mark.parametrize(("silences", "known"), [(1, 2), (2, None)])
+def test_a_rank_whose_store_was_slow_once_reads_the_notes_of_its_lane(silences: int, known: int | None) -> None:
+    outcomes = run_ranks(_answers_late, silences, world_size=3, timeout_seconds=60)
+    assert [outcome.value for outcome in outcomes] == [[2, 0], [known, 0], [2, 0]]

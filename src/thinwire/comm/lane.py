@@ -140,7 +140,7 @@ def private_group(process_group: Group, timeout: timedelta | None) -> PrivateGro
         LostPeerError: not all ranks came within the timeout; those that did raise the same sentence.
     """
     parent = resolve_group(process_group)
-    limit, notes = timeout or timeout_of(parent), _notes_of(parent)
+    limit, notes = timeout or timeout_of(parent), _notes_of(parent, _next_number(parent))
     try:
         return _new_group(parent, limit, notes)
     except LostPeerError as error:
@@ -249,8 +249,13 @@ def _meet(parent: dist.ProcessGroup, notes: Notes, limit: timedelta) -> tuple[st
     return f"thinwire {nonce.hex()}", between(connections, ends)
 
 
-def _notes_of(parent: dist.ProcessGroup) -> Notes:
-    """Return the notes of the next lane of a group, over a connection of our own: torch may wait on its own."""
+def _next_number(parent: dist.ProcessGroup) -> int:
+    """Return the number of the next notes of a group, which all ranks count alike, whatever the store does."""
+    return next(_lanes_of.setdefault(parent, count()))
+
+
+def _notes_of(parent: dist.ProcessGroup, number: int) -> Notes:
+    """Return notes of a group, over a connection of our own: torch may wait on its own."""
     ranks = dist.get_process_group_ranks(parent)
     if parent not in _stores:
         try:
@@ -262,7 +267,6 @@ def _notes_of(parent: dist.ProcessGroup) -> Notes:
         if clone is None:
             return Notes(store, dist.get_rank(), ranks).without_store()
         _stores[parent] = clone
-    number = next(_lanes_of.setdefault(parent, count()))
     store = dist.PrefixStore(f"thinwire/lane {number}", _stores[parent])
     notes = Notes(store, dist.get_rank(), ranks)
     if parent in _jobs:
@@ -385,12 +389,15 @@ class Lane:
             parent = resolve_group(process_group)
             self._parent = weakref.ref(parent)  # a lane must not keep alive a group that its owner has destroyed
             self._timeout = timeout or timeout_of(parent)
-            self.notes = notes or _notes_of(parent)
+            number = _next_number(parent)
+            self.notes = notes or _notes_of(parent, number)
             try:
                 with staging.selected():  # a collective of NCCL takes the current device
                     self._own = _take_group(parent, self._timeout, self.notes)
             except LostPeerError as error:
                 raise _told(parent, self.notes, error, self._timeout) from error
+            if self.notes.is_silent and notes is None:  # all ranks are here, so the store was slow
+                self.notes = _notes_of(parent, number)
         self._native: PrivateGroup | None = None
         group = self._own.process_group
         self._group: dist.ProcessGroup | None = group

@@ -177,7 +177,7 @@ class Notes:
         self.port = store.port if isinstance(store, dist.TCPStore) else None
         if self.port is not None and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
             self.store_rank = 0  # as torch has it, until the ranks know better
-        self._is_begun = False
+        self._is_begun = self.is_silent = False
         self.hosts: dict[int, str] = {}
         self._mine: Note | None = None
         self._left, self._done = threading.Event(), threading.Event()
@@ -185,7 +185,7 @@ class Notes:
 
     def without_store(self) -> Notes:
         """Return these notes for a store that did not answer, which tells that the rank failed that hosts it."""
-        self._store = None
+        self._store, self.is_silent = None, True
         return self
 
     def begin(self, job: int) -> None:

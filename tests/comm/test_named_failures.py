@@ -9,6 +9,7 @@ import signal
 import time
 from contextlib import nullcontext, suppress
 from datetime import timedelta
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from thinwire.comm import lane
+from thinwire.comm.c10d import default_store
 from thinwire.comm.channel import Subject
-from thinwire.errors import LostPeerError
+from thinwire.errors import LostPeerError, raising
 from thinwire.gradients import synchronizer
 from thinwire.lab.testbed import launch
 from thinwire.lab.testbed.launch import RankContext, run_ranks
+from thinwire.outer import loop
 
 pytestmark = pytest.mark.ranks
 
@@ -296,3 +299,40 @@ def _answers_late(context: RankContext, silences: int) -> list[int | None]:
 def test_a_rank_whose_store_was_slow_once_reads_the_notes_of_its_lane(silences: int, known: int | None) -> None:
     outcomes = run_ranks(_answers_late, silences, world_size=3, timeout_seconds=60)
     assert [outcome.value for outcome in outcomes] == [[2, 0], [known, 0], [2, 0]]
+
+
+def _interrupts(context: RankContext, kind: str) -> Heard:
+    """Ctrl-C inside of attach on rank 1, which lives on until the others have raised."""
+    model: Any = _model(False)
+    if kind == "second lane":
+        fully_shard(model, ignored_params=set(model[2].parameters()))
+    attach, interrupt, calls = thinwire.attach, raising(KeyboardInterrupt()), count()
+    if kind == "outer loop":
+        optimizer, recipe = torch.optim.SGD(model.parameters(), 0.1), thinwire.outer.local_sgd(4)
+        attach = partial(thinwire.outer.attach, optimizer=optimizer, recipe=recipe)
+    with pytest.MonkeyPatch.context() as patch:
+        if context.rank == 1 and kind == "second lane":
+            first = lane.Lane
+            patch.setattr(
+                synchronizer, "Lane", lambda *one, **more: interrupt() if next(calls) else first(*one, **more)
+            )
+        elif context.rank == 1:
+            patch.setattr(synchronizer if kind == "attach" else loop, "share_first", lambda *unused: interrupt())
+        began = time.monotonic()
+        with pytest.raises((KeyboardInterrupt, LostPeerError)) as caught:
+            attach(model, timeout=TIMEOUT)
+    heard, store = _heard(caught.value, began), default_store()  # where a lane is made, its group may not be in step
+    store.set(f"rank {context.rank} raised", "")
+    store.wait(["rank 0 raised", "rank 1 raised"], TIMEOUT)
+    if kind == "attach":
+        thinwire.attach(model, timeout=TIMEOUT).detach()
+    return heard
+
+
+@pytest.mark.parametrize("kind", ["attach", "outer loop", "second lane"])
+def test_ctrl_c_inside_of_attach_is_heard_by_the_others_at_once(kind: str) -> None:
+    first, second = run_ranks(_interrupts, kind, world_size=2, timeout_seconds=90)
+    name, text, rank, seconds = first.value
+    assert (second.value[0], name, rank) == ("KeyboardInterrupt", "LostPeerError", 1), text
+    assert "KeyboardInterrupt" in text
+    assert seconds < LIMIT_SECONDS

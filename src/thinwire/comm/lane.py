@@ -602,9 +602,10 @@ class Lane:
         self._jobs.put(self._release)
 
     def fail(self, error: BaseException) -> None:
-        """Break off because of an error of this rank, unless all ranks have raised it."""
+        """End because of an error of this rank, broken off unless all ranks raise it; an interrupt waits for no job."""
         if ranks_told(error) < self.world_size and self.world_size > 1:
             self.break_off(f"{type(error).__name__}: {error}", error)
+        self.close() if isinstance(error, Exception) else self.abandon()
 
     def lost_to(self, error: BaseException) -> LostPeerError:
         """Break off after an exchange beside the jobs of this lane failed; return the error that all ranks raise."""

@@ -403,12 +403,17 @@ class Synchronizer(Attached):
         self._release.detach()
         self._plug.remove()
         self._lookups.remove()
+        self._running.discard(self._model)
         self._passes.remove()
         if self._methods.tables is not None:
             self._methods.tables.remove()
-        for lane in self._lanes:
-            lane.close()
-        self._running.discard(self._model)
+        try:
+            for lane in self._lanes:
+                lane.close()
+        except BaseException:  # Ctrl-C while it waits for jobs
+            for lane in self._lanes:
+                lane.abandon()
+            raise
 
     def _warn_of_no_gain(self) -> None:
         """Warn if everything stays with FSDP."""

@@ -227,11 +227,17 @@ class Notes:
                 self._left.wait(LEAVE_SECONDS)
 
     def truth(self) -> LostPeerError | None:
-        """Return the error that all survivors raise; None if nothing is known, or this rank failed by itself."""
+        """Return the error that all survivors raise; None if nothing is known, or this rank failed by itself.
+
+        A store without an answer yet accuses its host only where a wait ended with its timeout: else it may be slow.
+        """
         if (self._store is None and self.store_rank is None) or self._mine is None or self._mine.is_own:
             return None
         self._done.wait(MOST_SECONDS + LEAVE_SECONDS)
-        guilty, text = self._read_truth or self._without_store(self._mine)
+        mine = self._mine
+        if self._read_truth is None and self._store is not None and not (mine.lost or mine.is_late):
+            return None
+        guilty, text = self._read_truth or self._without_store(mine)
         if not text:
             return None
         error = LostPeerError(text)

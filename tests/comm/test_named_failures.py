@@ -241,6 +241,45 @@ def test_a_living_rank_that_fails_under_fsdp_is_named_by_all_others_at_once(
         assert max(seconds for *_, seconds in heard) < LIMIT_SECONDS, (place, heard)
 
 
+def _fails_with_rows_in_shards(context: RankContext, how: str) -> tuple[Heard, int]:
+    """Rank 1 raises in a backward of `no_sync`, and lives on; or it is killed there. Others look rows up next."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Embedding(8000, 32), nn.Linear(32, 16), nn.Linear(16, 4))
+    for layer in (model[1], model):
+        fully_shard(layer)
+    before = len(dist.distributed_c10d._world.pg_map)
+    sync = thinwire.attach(model, timeout=TIMEOUT)
+    assert sync._methods.tables.names
+    model(torch.arange(10)).sum().backward()
+    if context.rank == 1:
+        hook = (lambda gradient: _ends(how)) if how == "killed" else _raises
+        model[1].register_forward_hook(lambda unused, inputs, output: output.register_hook(hook) and None)
+    dist.barrier()
+    began = time.monotonic()
+
+    def step() -> None:
+        for is_local in (True, False):
+            with sync.no_sync() if is_local else nullcontext():
+                model(torch.arange(10)).sum().backward()
+
+    with pytest.raises((_OfTheUser, LostPeerError)) as caught:
+        step()
+    heard = _heard(caught.value, began)
+    sync.detach()
+    return heard, len(dist.distributed_c10d._world.pg_map) - before
+
+
+@pytest.mark.parametrize("how", ["raises", "killed"])
+def test_a_rank_that_fails_is_named_where_rows_of_shards_are_looked_up(how: str) -> None:
+    outcomes = run_ranks(_fails_with_rows_in_shards, how, world_size=2, timeout_seconds=90, check=False)
+    assert outcomes[0].value is not None, outcomes[0].error
+    (name, text, rank, seconds), more_groups = outcomes[0].value
+    assert (name, rank) == ("LostPeerError", 1), text
+    assert text.startswith("rank 1 "), text
+    assert seconds < LIMIT_SECONDS
+    assert more_groups == 0
+
+
 def _dies_in_forward(context: RankContext) -> Heard:
     """Rank 1 dies between two collectives of FSDP's; the lane of rank 0 sees it first, and lets its group go."""
     model: Any = _model(False)

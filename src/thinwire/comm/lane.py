@@ -377,6 +377,7 @@ class Lane:
     ) -> None:
         staging = staging or Staging()
         self._own: PrivateGroup | None
+        self._adopted: list[PrivateGroup] = []
         self._parent: Callable[[], dist.ProcessGroup | None] = lambda: None
         self._breaking = threading.RLock()
         self._waits = Waits()
@@ -449,6 +450,10 @@ class Lane:
                 raise _told(parent, self.notes, error, self._timeout) from error
             self.agree("who has the group of native sums", [1.0])  # else one could hang up before another has it
         return self._native.process_group
+
+    def adopt(self, group: PrivateGroup) -> None:
+        """Take over a group beside the jobs, of some of the ranks: it is hung up, and destroyed, with the lane."""
+        self._adopted.append(group)
 
     def submit(
         self,
@@ -562,7 +567,7 @@ class Lane:
         parent = self._parent()
         if parent is not None and self._group is not None and self._broken is None:
             idle = _idle_groups.setdefault(parent, [])
-            idle += [(self._timeout, group) for group in self._groups()]
+            idle += [(self._timeout, group) for group in (self._own, self._native) if group is not None]
             self._own = self._native = None
         self._release()
 
@@ -751,7 +756,7 @@ class Lane:
         return ", ".join(str(self.exchange.global_ranks[rank]) for rank in sorted(ranks))
 
     def _groups(self) -> list[PrivateGroup]:
-        return [group for group in (self._own, self._native) if group is not None]
+        return [group for group in (self._own, self._native, *self._adopted) if group is not None]
 
     def _release(self) -> None:
         """Drop all references of the lane to its groups."""
@@ -759,6 +764,7 @@ class Lane:
         for group in self._groups():
             group.destroy()
         self._group = self._own = self._native = None
+        self._adopted.clear()
 
     def _claims(self, future: Future[Any]) -> bool:
         """Claim the future of the running job; return whether the caller, and no other thread, is to complete it."""

@@ -163,6 +163,8 @@ class Synchronizer(Attached):
             collective = self._make_collective(inner, self._inner, self._native)
             self._sums = Sums(self._gradients, self._native, collective, self._compressed, self._lossless)
             guard = Guard(self._lanes)
+            if methods.tables is not None:
+                methods.tables.follow(self._lane, guard.broke_off)
             self._plug = self._make_plug(self._sums, guard)
             self._choice, begin = self._make_choice(named), self._make_rows()
             if intent is not None:

@@ -25,7 +25,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 import thinwire
-from thinwire.errors import ThinwireError
+from thinwire.comm.lane import Lane
+from thinwire.errors import ThinwireError, raising
 from thinwire.integrations.attachment import Attachment
 from thinwire.lab.testbed.launch import RankContext, run_ranks
 
@@ -248,6 +249,24 @@ def _again(context: RankContext, detached: bool) -> None:
 @pytest.mark.parametrize("detached", [True, False])
 def test_eight_process_groups_one_after_the_other_leave_nothing(detached: bool) -> None:
     run_ranks(_again, detached, world_size=2, timeout_seconds=60)
+
+
+def _interrupted(context: RankContext) -> None:
+    """Ctrl-C while detach waits for the jobs of its lane."""
+    model = made("plain")
+    sync = thinwire.attach(model)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Lane, "close", lambda lane: raising(KeyboardInterrupt())())
+        with pytest.raises(KeyboardInterrupt):
+            sync.detach()
+    sync.detach()
+    again = thinwire.attach(model)
+    train(model, context.rank)
+    again.detach()
+
+
+def test_a_model_can_be_attached_again_after_ctrl_c_in_detach() -> None:
+    run_ranks(_interrupted, world_size=1)
 
 
 def _kept(context: RankContext) -> None:

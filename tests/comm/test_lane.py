@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
 from itertools import count
@@ -16,12 +17,13 @@ import torch.distributed as dist
 
 from clocks import PATIENCE
 from thinwire.comm import lane as lane_module
+from thinwire.comm import notes as notes_module
 from thinwire.comm.c10d import default_store, unregistered_group
 from thinwire.comm.channel import Subject
 from thinwire.comm.connections import PrivateGroup
 from thinwire.comm.lane import Lane, private_group
 from thinwire.comm.notes import Notes
-from thinwire.errors import CorruptHeaderError, LostPeerError, ThinwireError
+from thinwire.errors import CorruptHeaderError, LostPeerError, PeerError, ThinwireError, raising
 from thinwire.lab.testbed.launch import RankContext, run_ranks
 from thinwire.sums import lossless
 
@@ -240,6 +242,42 @@ def test_a_note_says_what_the_job_that_runs_is_about() -> None:
     second.wait()
     lane.close()
     assert said == ["bucket 0", "bucket 1"]
+
+
+def test_who_received_a_report_is_not_named_before_the_rank_that_sent_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 reports to rank 0 alone, and leaves its own note only once rank 0 has left one."""
+    monkeypatch.setattr(notes_module, "READ_SECONDS", PATIENCE)
+    monkeypatch.setattr(notes_module, "MOST_SECONDS", 2 * PATIENCE)
+    store, connections, has_raised = dist.HashStore(), dist.HashStore(), threading.Event()
+
+    def job(lane: Lane) -> None:
+        channel = lane.channel(Subject("table", ""))
+        channel.open()
+        if lane.rank < 2:
+            channel.among([0, 1]).attempt(raising(MemoryError()) if lane.rank == 1 else lambda: None)
+            channel.among([0, 1]).open()
+        lane.channel(Subject("next table", "")).open()
+
+    def fails(rank: int) -> BaseException | None:
+        make = partial(unregistered_group, connections, list(range(4)), rank, TIMEOUT)
+        lane = Lane(PrivateGroup(make), TIMEOUT, notes=Notes(store, rank, range(4)))
+        if rank == 1:
+            leave = lane.notes.leave
+            lane.notes.leave = lambda note: (has_raised.wait(PATIENCE), leave(note))[1]  # type: ignore[method-assign]
+        try:
+            lane.submit(job).wait()
+        except Exception as error:
+            return error
+        finally:
+            if rank == 0:
+                has_raised.set()
+            lane.close()
+
+    with ThreadPoolExecutor(4) as pool:
+        reported, failed, *others = pool.map(fails, range(4))
+    assert type(reported) is PeerError
+    assert type(failed) is MemoryError
+    assert [(type(error), error.rank) for error in others] == [(LostPeerError, 1)] * 2
 
 
 def test_an_interrupt_while_a_job_begins_breaks_the_lane_in_the_turn_of_the_job() -> None:

@@ -9,6 +9,8 @@ import signal
 import time
 from contextlib import nullcontext, suppress
 from datetime import timedelta
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +23,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from thinwire.comm import lane
-from thinwire.errors import LostPeerError
+from thinwire.comm.c10d import default_store
+from thinwire.comm.channel import Subject
+from thinwire.errors import LostPeerError, raising
 from thinwire.gradients import synchronizer
 from thinwire.lab.testbed import launch
 from thinwire.lab.testbed.launch import RankContext, run_ranks
+from thinwire.outer import loop
 
 pytestmark = pytest.mark.ranks
 
@@ -236,6 +241,45 @@ def test_a_living_rank_that_fails_under_fsdp_is_named_by_all_others_at_once(
         assert max(seconds for *_, seconds in heard) < LIMIT_SECONDS, (place, heard)
 
 
+def _fails_with_rows_in_shards(context: RankContext, how: str) -> tuple[Heard, int]:
+    """Rank 1 raises in a backward of `no_sync`, and lives on; or it is killed there. Others look rows up next."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Embedding(8000, 32), nn.Linear(32, 16), nn.Linear(16, 4))
+    for layer in (model[1], model):
+        fully_shard(layer)
+    before = len(dist.distributed_c10d._world.pg_map)
+    sync = thinwire.attach(model, timeout=TIMEOUT)
+    assert sync._methods.tables.names
+    model(torch.arange(10)).sum().backward()
+    if context.rank == 1:
+        hook = (lambda gradient: _ends(how)) if how == "killed" else _raises
+        model[1].register_forward_hook(lambda unused, inputs, output: output.register_hook(hook) and None)
+    dist.barrier()
+    began = time.monotonic()
+
+    def step() -> None:
+        for is_local in (True, False):
+            with sync.no_sync() if is_local else nullcontext():
+                model(torch.arange(10)).sum().backward()
+
+    with pytest.raises((_OfTheUser, LostPeerError)) as caught:
+        step()
+    heard = _heard(caught.value, began)
+    sync.detach()
+    return heard, len(dist.distributed_c10d._world.pg_map) - before
+
+
+@pytest.mark.parametrize("how", ["raises", "killed"])
+def test_a_rank_that_fails_is_named_where_rows_of_shards_are_looked_up(how: str) -> None:
+    outcomes = run_ranks(_fails_with_rows_in_shards, how, world_size=2, timeout_seconds=90, check=False)
+    assert outcomes[0].value is not None, outcomes[0].error
+    (name, text, rank, seconds), more_groups = outcomes[0].value
+    assert (name, rank) == ("LostPeerError", 1), text
+    assert text.startswith("rank 1 "), text
+    assert seconds < LIMIT_SECONDS
+    assert more_groups == 0
+
+
 def _dies_in_forward(context: RankContext) -> Heard:
     """Rank 1 dies between two collectives of FSDP's; the lane of rank 0 sees it first, and lets its group go."""
     model: Any = _model(False)
@@ -265,3 +309,69 @@ def test_a_collective_of_fsdp_behind_the_end_of_a_lane_names_who_ended_it() -> N
     name, text, rank, _ = outcome.value or ("", outcome.error, None, 0.0)
     assert (name, rank) == ("LostPeerError", 1), text
     assert text.startswith("rank 1 "), text
+
+
+def _answers_late(context: RankContext, silences: int) -> list[int | None]:
+    """The store does not answer rank 1 in time for a while; rank 2 fails, and in the next lane rank 0."""
+    named: list[int | None] = []
+    cloned, calls = lane.cloned, count()
+    if context.rank == 1:
+        lane.cloned = lambda store: None if next(calls) < silences else cloned(store)
+    for victim in (2, 0):
+
+        def job(own: lane.Lane, victim: int = victim) -> None:
+            own.channel(Subject("a table", "")).open()
+            if context.rank == victim:
+                raise _OfTheUser
+            own.channel(Subject("the next table", "")).open()
+
+        own = lane.Lane(None, TIMEOUT)
+        with pytest.raises((_OfTheUser, LostPeerError)) as caught:
+            own.submit(job).wait()
+        named.append(getattr(caught.value, "rank", victim))
+        own.close()
+        dist.barrier()
+    return named
+
+
+@pytest.mark.parametrize(("silences", "known"), [(1, 2), (2, None)])
+def test_a_rank_whose_store_was_slow_once_reads_the_notes_of_its_lane(silences: int, known: int | None) -> None:
+    outcomes = run_ranks(_answers_late, silences, world_size=3, timeout_seconds=60)
+    assert [outcome.value for outcome in outcomes] == [[2, 0], [known, 0], [2, 0]]
+
+
+def _interrupts(context: RankContext, kind: str) -> Heard:
+    """Ctrl-C inside of attach on rank 1, which lives on until the others have raised."""
+    model: Any = _model(False)
+    if kind == "second lane":
+        fully_shard(model, ignored_params=set(model[2].parameters()))
+    attach, interrupt, calls = thinwire.attach, raising(KeyboardInterrupt()), count()
+    if kind == "outer loop":
+        optimizer, recipe = torch.optim.SGD(model.parameters(), 0.1), thinwire.outer.local_sgd(4)
+        attach = partial(thinwire.outer.attach, optimizer=optimizer, recipe=recipe)
+    with pytest.MonkeyPatch.context() as patch:
+        if context.rank == 1 and kind == "second lane":
+            first = lane.Lane
+            patch.setattr(
+                synchronizer, "Lane", lambda *one, **more: interrupt() if next(calls) else first(*one, **more)
+            )
+        elif context.rank == 1:
+            patch.setattr(synchronizer if kind == "attach" else loop, "share_first", lambda *unused: interrupt())
+        began = time.monotonic()
+        with pytest.raises((KeyboardInterrupt, LostPeerError)) as caught:
+            attach(model, timeout=TIMEOUT)
+    heard, store = _heard(caught.value, began), default_store()  # where a lane is made, its group may not be in step
+    store.set(f"rank {context.rank} raised", "")
+    store.wait(["rank 0 raised", "rank 1 raised"], TIMEOUT)
+    if kind == "attach":
+        thinwire.attach(model, timeout=TIMEOUT).detach()
+    return heard
+
+
+@pytest.mark.parametrize("kind", ["attach", "outer loop", "second lane"])
+def test_ctrl_c_inside_of_attach_is_heard_by_the_others_at_once(kind: str) -> None:
+    first, second = run_ranks(_interrupts, kind, world_size=2, timeout_seconds=90)
+    name, text, rank, seconds = first.value
+    assert (second.value[0], name, rank) == ("KeyboardInterrupt", "LostPeerError", 1), text
+    assert "KeyboardInterrupt" in text
+    assert seconds < LIMIT_SECONDS

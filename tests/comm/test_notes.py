@@ -178,6 +178,19 @@ def test_a_store_that_is_gone_costs_little_time_and_names_its_host(kind: type, m
         assert heard.wait(30.0 if kind is _Gone else 0.2) == (kind is _Gone)
 
 
+@pytest.mark.parametrize(("late", "guilty"), [(False, None), (True, 0)])
+def test_a_store_that_is_slow_accuses_its_host_only_behind_a_timeout(
+    late: bool, guilty: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(notes_module, "LEAVE_SECONDS", 0.05)
+    monkeypatch.setattr(notes_module, "MOST_SECONDS", 0.05)
+    notes = Notes(cast(Any, _Hangs()), 1, RANKS)
+    notes.store_rank = 0
+    notes.leave(waited(1, 2, late=late))
+    error = notes.truth()
+    assert (error and error.rank) == guilty
+
+
 def test_who_failed_by_itself_has_no_other_truth() -> None:
     notes = Notes(dist.HashStore(), 1, RANKS)
     notes.leave(own(1))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from thinwire.comm.hosts import host_identity, numbered
 from thinwire.comm.process_group import Traffic, lost_peer, ring_all_reduce_bytes
-from thinwire.errors import in_exchange
+from thinwire.errors import LostPeerError, in_exchange
 from thinwire.observe.step import named
 
 MOST_PADDING = 1.25
@@ -64,6 +64,7 @@ class Collectives:
     Attributes:
         hosts: the host number of each rank; each rank has a host of its own until somebody says otherwise.
         host_waits: how often the host has waited for the device: once in each `numbers`.
+        lost: called with torch's error of a lost peer; returns the error that all ranks raise, if it is known.
 
     All methods raise LostPeerError if torch says that a peer died or did not take part within the timeout. NCCL says
     so later, from its watchdog.
@@ -82,6 +83,7 @@ class Collectives:
         self.hosts = range(self.world_size)
         self.traffic = traffic or Traffic()
         self.host_waits = 0
+        self.lost: Callable[[BaseException], LostPeerError | None] = lambda error: None
 
     def numbers(self, mine: Tensor) -> Numbers:
         """Send row ``mine[r]`` to each rank r; the host waits for the one copy of what was sent and received.
@@ -181,7 +183,7 @@ class Collectives:
             with named("exchange"):
                 collective(*args)
         except RuntimeError as error:
-            lost = lost_peer(error, self.global_ranks[self.rank], self.world_size)
+            lost = self.lost(error) or lost_peer(error, self.global_ranks[self.rank], self.world_size)
             raise in_exchange(lost) from error
 
     def _count(self, peer: int, sent: int, received: int) -> None:

@@ -43,6 +43,7 @@ from thinwire.errors import (
     CorruptHeaderError,
     CorruptMessageError,
     LostPeerError,
+    PeerError,
     ThinwireError,
     forget_locals,
     is_of_a_peer,
@@ -139,7 +140,7 @@ def private_group(process_group: Group, timeout: timedelta | None) -> PrivateGro
         LostPeerError: not all ranks came within the timeout; those that did raise the same sentence.
     """
     parent = resolve_group(process_group)
-    limit, notes = timeout or timeout_of(parent), _notes_of(parent)
+    limit, notes = timeout or timeout_of(parent), _notes_of(parent, _next_number(parent))
     try:
         return _new_group(parent, limit, notes)
     except LostPeerError as error:
@@ -248,8 +249,13 @@ def _meet(parent: dist.ProcessGroup, notes: Notes, limit: timedelta) -> tuple[st
     return f"thinwire {nonce.hex()}", between(connections, ends)
 
 
-def _notes_of(parent: dist.ProcessGroup) -> Notes:
-    """Return the notes of the next lane of a group, over a connection of our own: torch may wait on its own."""
+def _next_number(parent: dist.ProcessGroup) -> int:
+    """Return the number of the next notes of a group, which all ranks count alike, whatever the store does."""
+    return next(_lanes_of.setdefault(parent, count()))
+
+
+def _notes_of(parent: dist.ProcessGroup, number: int) -> Notes:
+    """Return notes of a group, over a connection of our own: torch may wait on its own."""
     ranks = dist.get_process_group_ranks(parent)
     if parent not in _stores:
         try:
@@ -261,7 +267,6 @@ def _notes_of(parent: dist.ProcessGroup) -> Notes:
         if clone is None:
             return Notes(store, dist.get_rank(), ranks).without_store()
         _stores[parent] = clone
-    number = next(_lanes_of.setdefault(parent, count()))
     store = dist.PrefixStore(f"thinwire/lane {number}", _stores[parent])
     notes = Notes(store, dist.get_rank(), ranks)
     if parent in _jobs:
@@ -372,6 +377,7 @@ class Lane:
     ) -> None:
         staging = staging or Staging()
         self._own: PrivateGroup | None
+        self._adopted: list[PrivateGroup] = []
         self._parent: Callable[[], dist.ProcessGroup | None] = lambda: None
         self._breaking = threading.RLock()
         self._waits = Waits()
@@ -384,12 +390,15 @@ class Lane:
             parent = resolve_group(process_group)
             self._parent = weakref.ref(parent)  # a lane must not keep alive a group that its owner has destroyed
             self._timeout = timeout or timeout_of(parent)
-            self.notes = notes or _notes_of(parent)
+            number = _next_number(parent)
+            self.notes = notes or _notes_of(parent, number)
             try:
                 with staging.selected():  # a collective of NCCL takes the current device
                     self._own = _take_group(parent, self._timeout, self.notes)
             except LostPeerError as error:
                 raise _told(parent, self.notes, error, self._timeout) from error
+            if self.notes.is_silent and notes is None:  # all ranks are here, so the store was slow
+                self.notes = _notes_of(parent, number)
         self._native: PrivateGroup | None = None
         group = self._own.process_group
         self._group: dist.ProcessGroup | None = group
@@ -441,6 +450,10 @@ class Lane:
                 raise _told(parent, self.notes, error, self._timeout) from error
             self.agree("who has the group of native sums", [1.0])  # else one could hang up before another has it
         return self._native.process_group
+
+    def adopt(self, group: PrivateGroup) -> None:
+        """Take over a group beside the jobs, of some of the ranks: it is hung up, and destroyed, with the lane."""
+        self._adopted.append(group)
 
     def submit(
         self,
@@ -554,7 +567,7 @@ class Lane:
         parent = self._parent()
         if parent is not None and self._group is not None and self._broken is None:
             idle = _idle_groups.setdefault(parent, [])
-            idle += [(self._timeout, group) for group in self._groups()]
+            idle += [(self._timeout, group) for group in (self._own, self._native) if group is not None]
             self._own = self._native = None
         self._release()
 
@@ -594,9 +607,10 @@ class Lane:
         self._jobs.put(self._release)
 
     def fail(self, error: BaseException) -> None:
-        """Break off because of an error of this rank, unless all ranks have raised it."""
+        """End because of an error of this rank, broken off unless all ranks raise it; an interrupt waits for no job."""
         if ranks_told(error) < self.world_size and self.world_size > 1:
             self.break_off(f"{type(error).__name__}: {error}", error)
+        self.close() if isinstance(error, Exception) else self.abandon()
 
     def lost_to(self, error: BaseException) -> LostPeerError:
         """Break off after an exchange beside the jobs of this lane failed; return the error that all ranks raise."""
@@ -619,7 +633,7 @@ class Lane:
         doing = ", ".join(filter(None, (self.doing(), self._subject))) or ATTACH
         if is_late:  # Gloo closes all connections of the group itself
             ended = ()
-        is_own, is_told = not is_of_a_peer(error), isinstance(error, CorruptMessageError)
+        is_own, is_told = not is_of_a_peer(error), isinstance(error, (CorruptMessageError, PeerError))
         parts = reason, doing, tuple(ended), tuple(waits), seconds, is_late
         return Note(self.notes.rank, is_own, *parts, is_told=is_told)
 
@@ -742,7 +756,7 @@ class Lane:
         return ", ".join(str(self.exchange.global_ranks[rank]) for rank in sorted(ranks))
 
     def _groups(self) -> list[PrivateGroup]:
-        return [group for group in (self._own, self._native) if group is not None]
+        return [group for group in (self._own, self._native, *self._adopted) if group is not None]
 
     def _release(self) -> None:
         """Drop all references of the lane to its groups."""
@@ -750,6 +764,7 @@ class Lane:
         for group in self._groups():
             group.destroy()
         self._group = self._own = self._native = None
+        self._adopted.clear()
 
     def _claims(self, future: Future[Any]) -> bool:
         """Claim the future of the running job; return whether the caller, and no other thread, is to complete it."""

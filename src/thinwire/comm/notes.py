@@ -53,7 +53,8 @@ class Note:
         seconds: for how long.
         is_late: whether the wait ended with its timeout.
         at: seconds since the epoch.
-        is_told: whether it failed by what a peer sent, as zeros in place of a message that could not be made.
+        is_told: whether it failed by what a peer sent, as zeros in place of a message that could not be made, or
+            a report of what failed there.
     """
 
     rank: int
@@ -176,7 +177,7 @@ class Notes:
         self.port = store.port if isinstance(store, dist.TCPStore) else None
         if self.port is not None and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
             self.store_rank = 0  # as torch has it, until the ranks know better
-        self._is_begun = False
+        self._is_begun = self.is_silent = False
         self.hosts: dict[int, str] = {}
         self._mine: Note | None = None
         self._left, self._done = threading.Event(), threading.Event()
@@ -184,7 +185,7 @@ class Notes:
 
     def without_store(self) -> Notes:
         """Return these notes for a store that did not answer, which tells that the rank failed that hosts it."""
-        self._store = None
+        self._store, self.is_silent = None, True
         return self
 
     def begin(self, job: int) -> None:
@@ -226,11 +227,17 @@ class Notes:
                 self._left.wait(LEAVE_SECONDS)
 
     def truth(self) -> LostPeerError | None:
-        """Return the error that all survivors raise; None if nothing is known, or this rank failed by itself."""
+        """Return the error that all survivors raise; None if nothing is known, or this rank failed by itself.
+
+        A store without an answer yet accuses its host only where a wait ended with its timeout: else it may be slow.
+        """
         if (self._store is None and self.store_rank is None) or self._mine is None or self._mine.is_own:
             return None
         self._done.wait(MOST_SECONDS + LEAVE_SECONDS)
-        guilty, text = self._read_truth or self._without_store(self._mine)
+        mine = self._mine
+        if self._read_truth is None and self._store is not None and not (mine.lost or mine.is_late):
+            return None
+        guilty, text = self._read_truth or self._without_store(mine)
         if not text:
             return None
         error = LostPeerError(text)

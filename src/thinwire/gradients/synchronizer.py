@@ -134,22 +134,14 @@ class Synchronizer(Attached):
         inner = group if self._sharding is None else self._sharding.dimension()
         self._all_names = [*self._names.values(), *([] if self._sharding is None else self._sharding.names())]
         self._lane = self._inner = Lane(group, timeout, self._staging)
-        within = partial(Lane, timeout=timeout, staging=self._staging, notes=self._lane.notes)
-        others = [] if self._sharding is None else [one for one in self._sharding.others if one.replicas is None]
-        if inner != group or (self._sharding is not None and self._names) or others:  # jobs of both come in any order
-            self._inner = within(inner)
-        self._meshes = {one: within(one.dimension()) for one in others}
-        self._hung = self._lanes_of_shards(within)
-        groups = () if methods.tables is None else methods.tables.replicated()
-        self._replicas = {one: self._inner if one == inner else within(one) for one in groups}  # of tables in shards
-        self._lanes = [self._lane, *self._meshes.values(), *self._hung.values(), *self._replicas.values(), self._inner]
-        self._lanes = list(dict.fromkeys(self._lanes))
+        self._lanes = [self._lane]
         if methods.tables is not None:
             methods.tables.count(self._gradients.records)
         self._passes = Passes(model, self._clock, excluded)
         self._compressed: CompressedSync | None = None
         self._execution: Execution | None = None
         try:
+            self._make_lanes(group, inner, timeout)
             if methods.has(LOSSLESS) and self._inner.world_size > 1:
                 floats.require('dense="lossless"')
             if methods.compressed:
@@ -171,16 +163,17 @@ class Synchronizer(Attached):
             collective = self._make_collective(inner, self._inner, self._native)
             self._sums = Sums(self._gradients, self._native, collective, self._compressed, self._lossless)
             guard = Guard(self._lanes)
+            if methods.tables is not None:
+                methods.tables.follow(self._lane, guard.broke_off)
             self._plug = self._make_plug(self._sums, guard)
             self._choice, begin = self._make_choice(named), self._make_rows()
             if intent is not None:
                 hooks = self._plug if isinstance(self._plug, ParameterHooks) else None
                 following = Following(intent.names, intent.groups, hooks, self._compressed)
                 self._execution = Execution(intent, self._lane, following, self._buckets.take_formed)
-        except Exception as error:
+        except BaseException as error:
             for lane in self._lanes:
                 lane.fail(error)
-                lane.close()
             raise
         if not (self._is_left_to_ddp or isinstance(self._plug, Alone)):
             self._lane.submit(partial(_warm_up, self._staging))  # while the first forward runs
@@ -412,12 +405,17 @@ class Synchronizer(Attached):
         self._release.detach()
         self._plug.remove()
         self._lookups.remove()
+        self._running.discard(self._model)
         self._passes.remove()
         if self._methods.tables is not None:
             self._methods.tables.remove()
-        for lane in self._lanes:
-            lane.close()
-        self._running.discard(self._model)
+        try:
+            for lane in self._lanes:
+                lane.close()
+        except BaseException:  # Ctrl-C while it waits for jobs
+            for lane in self._lanes:
+                lane.abandon()
+            raise
 
     def _warn_of_no_gain(self) -> None:
         """Warn if everything stays with FSDP."""
@@ -441,6 +439,23 @@ class Synchronizer(Attached):
             return device
         trained = (parameter.device for parameter in named.values() if parameter.requires_grad)
         return next(trained, torch.device("cpu"))
+
+    def _make_lanes(self, group: dist.ProcessGroup, inner: dist.ProcessGroup, timeout: timedelta | None) -> None:
+        """Make the lanes beside that of the group: of the ranks that sum, of other meshes, of shards and tables."""
+
+        def within(ranks: dist.ProcessGroup) -> Lane:
+            self._lanes.append(Lane(ranks, timeout, self._staging, self._lane.notes))
+            return self._lanes[-1]
+
+        others = [] if self._sharding is None else [one for one in self._sharding.others if one.replicas is None]
+        if inner != group or (self._sharding is not None and self._names) or others:  # jobs of both come in any order
+            self._inner = within(inner)
+        self._meshes = {one: within(one.dimension()) for one in others}
+        self._hung = self._lanes_of_shards(within)
+        groups = () if self._methods.tables is None else self._methods.tables.replicated()
+        self._replicas = {one: self._inner if one == inner else within(one) for one in groups}  # of tables in shards
+        self._lanes.remove(self._inner)
+        self._lanes.append(self._inner)  # the last one, as steps take it
 
     def _lanes_of_shards(self, within: Callable[[dist.ProcessGroup], Lane]) -> dict[dist.ProcessGroup, Lane]:
         """Return a lane for each group of Gloo's over which FSDP gathers parameters, for its connections."""

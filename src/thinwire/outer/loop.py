@@ -126,9 +126,8 @@ class OuterLoop(Attached):
                 if recipe.min_ranks is not None:
                     members = Members.of(group, timeout)
                     members.prepare(enter, recipe.min_ranks, timeout, staging)
-            except Exception as error:
+            except BaseException as error:
                 lane.fail(error)
-                lane.close()
                 raise
         (self._rounds,) = begun
         self._averager = self._rounds.averager

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
 
+from thinwire.errors import ThinwireError, raising
 from thinwire.gradients.ddp import ROWS, LeftToDdp
+from thinwire.gradients.steps import state as states
+from thinwire.gradients.steps.dense import DenseChoice
 from thinwire.gradients.steps.trials import STOCK, RowsChoice
 
 
@@ -44,3 +48,22 @@ def test_a_decision_is_taken_over_by_as_many_ranks_where_it_is_an_option(
     assert resumed.trial.steps == (700 if is_taken else 0)
     assert resumed.trial.arm == (standing if is_taken else STOCK if has_stock else ROWS)
     assert gradients.is_stock == (resumed.trial.arm == STOCK)
+
+
+def test_a_rank_of_a_group_is_named_as_in_logs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """By its number among all ranks, and not among those that train together."""
+    lossless, lane = MagicMock(), MagicMock(world_size=2, rank=1)
+    lane.exchange.global_ranks, lane.exchange.hosts = [4, 7], [0, 1]
+    lane.submit = lambda job: MagicMock(wait=lambda: job(lane))
+    for can, free, said in ((1.0, 0.0, "rank 7 has registered another"), (0.0, 1.0, "rank 7 cannot run compiled")):
+        lane.agree = lambda what, numbers, last=(can, free): [[1.0, 1.0], list(last)]
+        assert not DenseChoice(lane, lossless, {}, MagicMock())._may_pay()
+        assert said in lossless.reason
+    lane.agree = lambda what, numbers: [[1.0], numbers]
+    plug = MagicMock(spec=LeftToDdp, is_free=False)
+    rows = RowsChoice(lane, MagicMock(), plug, MagicMock(), ["table"], lambda: None)
+    assert not rows._may_see()
+    assert "rank 7 has registered" in rows.trial.explain()
+    monkeypatch.setattr(states, "gather_json", lambda exchange, what, value: ["", value])
+    with pytest.raises(ThinwireError, match="rank 7: cannot write"):
+        states.Gathered(lane, raising(OSError("no space left")), MagicMock()).save_files(tmp_path)

@@ -12,7 +12,7 @@ for how many rows ranks ask for, and never in backward.
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -26,9 +26,10 @@ from torch.nn import functional
 from thinwire import kernels
 from thinwire.comm.c10d import never_compiled
 from thinwire.comm.collectives import Collectives
-from thinwire.comm.lane import private_group
+from thinwire.comm.connections import PrivateGroup
+from thinwire.comm.lane import Lane, private_group
 from thinwire.comm.process_group import reduce_scatter_bytes
-from thinwire.errors import CorruptMessageError, MismatchError, PeerError
+from thinwire.errors import CorruptMessageError, LostPeerError, MismatchError, PeerError
 from thinwire.gradients import torch_internals as internals
 from thinwire.gradients.exact import is_native
 from thinwire.gradients.module import is_sharded, local_of
@@ -73,12 +74,13 @@ class RowShards:
         self._tables = {names[id(origin.source.sharded_param)]: (modules, origin) for modules, origin in tables}
         self._kept = {names[key]: why for key, why in kept.items()}
         self._exchanges: dict[int, Collectives] = {}
+        self._own: list[PrivateGroup] = []  # groups of the same ranks as FSDP's
         self._common = _Common(list(self._tables))
         self._noted = model.register_forward_hook(_note, always_call=True)
         for name, (modules, origin) in self._tables.items():
             shards, device = origin.group.mesh_info.shard_process_group, origin.source.sharded_param.device
             if id(shards) not in self._exchanges:
-                self._exchanges[id(shards)] = Collectives(_group_for(shards, device, timeout))
+                self._exchanges[id(shards)] = Collectives(self._group_for(shards, device, timeout))
             table = _Table(name, self._exchanges[id(shards)], origin, self._common)
             for module in modules:
                 module.forward = _Lookup(module, table)
@@ -88,6 +90,20 @@ class RowShards:
         if self._tables:
             modules = filter(is_sharded, model.modules())
             self._common.other = next(group for module in modules for group in internals.parameter_groups(module))
+
+    def _group_for(self, shards: dist.ProcessGroup, device: torch.device, timeout: timedelta | None) -> Any:
+        """Return FSDP's own group on NCCL, which orders what is in flight there; else a group of the same ranks."""
+        if is_native(shards, device):
+            return shards
+        self._own.append(private_group(shards, timeout))
+        return self._own[-1].process_group
+
+    def follow(self, lane: Lane, lost: Callable[[BaseException], LostPeerError | None]) -> None:
+        """Let lookups fail with a lane of these ranks, and say what ``lost`` returns of a peer that is gone."""
+        for group in self._own:
+            lane.adopt(group)
+        for exchange in self._exchanges.values():
+            exchange.lost = lost
 
     @property
     def names(self) -> frozenset[str]:
@@ -131,6 +147,9 @@ class RowShards:
             origin.group.fsdp_params.insert(origin.index, origin.source)
             internals.begin_again(origin.group, self._common.other)
         self._tables = {}
+        for own in self._own:
+            own.destroy()
+        self._own.clear()
 
 
 class _Common:
@@ -151,11 +170,6 @@ def _note(*unused: object) -> None:
     error = sys.exception()
     if isinstance(error, RuntimeError) and "mixed torch.Tensor and DTensor" in str(error):
         error.add_note(_READ_WHOLE)
-
-
-def _group_for(shards: dist.ProcessGroup, device: torch.device, timeout: timedelta | None) -> Any:
-    """Return FSDP's own group on NCCL, which orders what is in flight there; else a group of the same ranks."""
-    return shards if is_native(shards, device) else private_group(shards, timeout).process_group
 
 
 def _tables_of(model: nn.Module) -> tuple[list[tuple[list[Any], _Origin]], dict[int, str]]:

@@ -67,7 +67,7 @@ class DenseChoice:
         self._per_host = max(map(len, ranks_of_hosts(lane.exchange.hosts)))
         mine = [float(os.cpu_count() or 1), float(floats.is_possible(imports=False))]
         cores, can = zip(*lane.agree("cores and kernels of ranks", mine), strict=True)
-        self._unable = _unable(can)
+        self._unable = _unable(can, lane)
         self._cores = self._per_host if own_links is not None else min(cores)  # a rank has its GPU alone
         self._machine: Machine | None = None
         self._is_measured = False
@@ -134,8 +134,9 @@ class DenseChoice:
         """Return whether the best code could pay on this link, which is measured; decline the trial if not."""
         mine = [float(floats.is_possible()), float(self._is_free())]
         can, free = zip(*self._lane.agree("who can make codes of floats", mine), strict=True)
-        taken = "" if all(free) else f"rank {free.index(0.0)} has registered another communication hook"
-        if unable := _unable(can) or taken:
+        named = self._lane.exchange.global_ranks
+        taken = "" if all(free) else f"rank {named[free.index(0.0)]} has registered another communication hook"
+        if unable := _unable(can, self._lane) or taken:
             self._decline(unable)
             return False
         self._dtypes = tuple(one for one in self._num_bytes if self._verdict(self._best(one), one).is_lossless)
@@ -219,9 +220,11 @@ def _measured(lane: Lane) -> Machine | None:
     return machine.slowed(machine.byte_seconds) if machine is not None and is_alone else machine
 
 
-def _unable(can: Sequence[float]) -> str:
+def _unable(can: Sequence[float], lane: Lane) -> str:
     """Return which rank can make no codes, "" if all can."""
-    return "" if all(can) else f"rank {can.index(0.0)} cannot run compiled kernels: {floats.CURE}"
+    if all(can):
+        return ""
+    return f"rank {lane.exchange.global_ranks[can.index(0.0)]} cannot run compiled kernels: {floats.CURE}"
 
 
 def _numbers(report: SumReport) -> list[float]:

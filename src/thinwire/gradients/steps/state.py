@@ -39,6 +39,7 @@ class Gathered:
         self, lane: Lane, save: Callable[[], dict[str, Any]], load: Callable[[dict[str, Any]], None], number: int = 0
     ) -> None:
         self._lane, self._save, self._load, self._number = lane, save, load, number
+        self._global_ranks: Sequence[int] = ()  # of the last gather, for messages
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of all ranks on rank 0, which writes them, and none on the others. All ranks call it."""
@@ -135,7 +136,8 @@ class Gathered:
         elif own is not None and own != [saved_by, mark]:
             other = gathered.index(there[0])
             error = (
-                f"{file_name(rank, self._number)} in {folder} is of another checkpoint than the file of rank {other}"
+                f"{file_name(rank, self._number)} in {folder} is of another checkpoint than the file of rank"
+                f" {self._global_ranks[other]}"
             )
         self._raise_first("reading states", error, ValueError)
         if not there:
@@ -183,8 +185,8 @@ class Gathered:
                 states = [packed(one["state"]) for one in saved if one is not None]
             except Exception as failure:
                 error = (
-                    f"{saved_by} ranks saved this checkpoint, and there are {self._lane.world_size} now: rank 0 needs"
-                    f" thinwire-*.pt of all {saved_by} in {folder}: {failure}"
+                    f"{saved_by} ranks saved this checkpoint, and there are {self._lane.world_size} now: rank"
+                    f" {self._global_ranks[0]} needs thinwire-*.pt of all {saved_by} in {folder}: {failure}"
                 )
         self._raise_first("reading states", error, ValueError)
         return states
@@ -207,10 +209,13 @@ class Gathered:
         first = next((rank for rank, text in enumerate(errors) if text), None)
         if first is not None:
             others = sum(map(bool, errors)) - 1
-            raise kind(f"rank {first}: {errors[first]}" + f" (and {others} more ranks)" * (others > 0))
+            raise kind(
+                f"rank {self._global_ranks[first]}: {errors[first]}" + f" (and {others} more ranks)" * (others > 0)
+            )
 
     def _gather(self, what: str, value: object) -> list[Any]:
         def gather(lane: Lane) -> list[Any]:
+            self._global_ranks = lane.exchange.global_ranks
             with lane.setting_up():
                 return gather_json(lane.exchange, what, value)
 

@@ -118,6 +118,7 @@ class RowsChoice:
         if may := [0.0] not in free:
             self._warm_up()
         else:
-            self.trial.decline(f"{STOCK}: rank {free.index([0.0])} has registered {TAKEN}")
+            rank = self._lane.exchange.global_ranks[free.index([0.0])]
+            self.trial.decline(f"{STOCK}: rank {rank} has registered {TAKEN}")
             self._playing.turn()
         return may

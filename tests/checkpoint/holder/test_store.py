@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from thinwire.checkpoint.holder.slots import SlotSize, SlotView, choose_slot
-from thinwire.checkpoint.holder.store import Holding, Shard, Store
+from thinwire.checkpoint.holder.store import Assignment, Holding, Shard, Store
 from thinwire.checkpoint.holder.version import NONCE_BITS, Manifest, ShardId, next_attempt, start_order
 
 SHARD = ShardId("run", "a1", 0)
@@ -87,6 +87,19 @@ def test_a_second_slot_is_not_waited_for_while_others_get_theirs(store: Store) -
         asks.start()
         asks.join(5)
         assert (said, len(shard.holdings)) == ([""], 1)
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_a_second_slot_does_not_wait_for_what_ranks_may_have_in_common(store: Store, is_there: bool) -> None:
+    """Where that is kept with each rank it never comes: there were no checkpoints any more, for want of memory."""
+    placed, common = frozenset({SHARD, SHARD.common_id(0)}), []
+    store.assign("run", Assignment(placed, frozenset({"0" * 16}), 1 << NONCE_BITS, (0, 5)))
+    if is_there:
+        common.append(store.register(SHARD.common_id(0), SIZE))
+    own = store.register(SHARD, SIZE)
+    store.release("run", [SHARD.topology])
+    assert [len(shard.holdings) for shard in (own, *common)] == [2] * (1 + is_there)
+    assert store.fill_up(own) == ""
 
 
 def test_an_older_version_may_have_an_empty_slot(store: Store) -> None:

@@ -362,10 +362,12 @@ class Store:
         return f"{shard.id} is not saved: for a second slot it needs {self._shortage(shard.size.total_bytes)}"
 
     def _fill_up(self, run_id: str) -> None:
-        """Give second slots to the shards that are placed here and have one, once all of them have that one."""
+        """Give second slots to the shards that are placed here and have one, once all owners have that one. What they
+        have in common may be kept with each of them, and then it is no shard.
+        """
         plan = self._plan(run_id)
         shards = [self.shards[shard_id] for shard_id in plan.placed if shard_id in self.shards]
-        if len(shards) == len(plan.placed):
+        if all(shard_id in self.shards for shard_id in plan.placed if shard_id.owner >= 0):
             with contextlib.suppress(BudgetError):
                 for shard in shards:
                     while len(shard.holdings) < SLOTS_PER_SHARD:

@@ -454,8 +454,9 @@ class Synchronizer(Attached):
         self._hung = self._lanes_of_shards(within)
         groups = () if self._methods.tables is None else self._methods.tables.replicated()
         self._replicas = {one: self._inner if one == inner else within(one) for one in groups}  # of tables in shards
-        self._lanes.remove(self._inner)
-        self._lanes.append(self._inner)  # the last one, as steps take it
+        if self._inner is not self._lane:  # steps take the last one
+            self._lanes.remove(self._inner)
+            self._lanes.append(self._inner)
 
     def _lanes_of_shards(self, within: Callable[[dist.ProcessGroup], Lane]) -> dict[dist.ProcessGroup, Lane]:
         """Return a lane for each group of Gloo's over which FSDP gathers parameters, for its connections."""

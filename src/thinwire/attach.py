@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.comm.lane import Group, resolve_group, telling_peers
+from thinwire.comm.cuda.staging import staging_for
+from thinwire.comm.lane import Group, agree_before, resolve_group, telling_peers
 from thinwire.compress.assign import NATIVE, Dense
 from thinwire.compress.base import Compressor, Parameter
 from thinwire.compress.memory import EF21, MomentumCorrection
@@ -118,7 +119,7 @@ def attach(
         check_mesh(model, group, excluded)
         route_asked_for()
     with ExitStack() as undo:
-        tables = RowShards(model, timeout) if is_sharded(model) and resolve(rows) != DENSE else None
+        tables = _rows_in_shards(model, rows, group, timeout)
         if tables is not None:
             undo.callback(tables.remove)
             excluded |= tables.names
@@ -136,6 +137,24 @@ def attach(
         sync = Synchronizer(model, group, rows, timeout, methods, excluded, intent, grad_scaler)
         undo.pop_all()
     return sync
+
+
+def _rows_in_shards(
+    model: nn.Module, rows: Rows, group: dist.ProcessGroup, timeout: timedelta | None
+) -> RowShards | None:
+    """Return the tables in FSDP's shards of which rows travel; all ranks agree on them before they make groups."""
+    sharding = sharding_of(model)
+    if sharding is None:
+        return None
+
+    def agree(names: Sequence[str]) -> None:
+        text = f"tables of which rows travel: {', '.join(names)}"
+        agree_before(group, timeout, text, staging_for(sharding.units[0].group.device))
+
+    if resolve(rows) != DENSE:
+        return RowShards(model, timeout, agree)
+    agree([])
+    return None
 
 
 @dataclass(frozen=True)

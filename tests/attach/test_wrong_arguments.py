@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
@@ -136,6 +139,24 @@ def test_a_policy_around_a_pattern_compresses_a_table_as_the_pattern_alone_does(
     patterns = {"0.weight": compress.top_k(0.01)}
     for dense in (patterns, fuse.cupcake(patterns)):
         thinwire.attach(table, dense=dense).detach()
+
+
+def _one_mistake_with_rows_in_shards(context: RankContext, rows: str, says: str) -> float:
+    """Rank 1 names no scheme, or leaves to FSDP the table of which rank 0 wants rows only."""
+    module = fully_shard(nn.Sequential(nn.Embedding(8000, 32), nn.Linear(32, 4)))
+    dist.barrier()
+    began = time.monotonic()
+    kind = ValueError if context.rank and rows != "dense" else thinwire.MismatchError
+    with pytest.raises(kind, match=says):
+        thinwire.attach(module, rows=rows if context.rank else "zen", timeout=timedelta(seconds=40))
+    return time.monotonic() - began
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("rows", "says"), [("zeen", "unknown scheme 'zeen'"), ("dense", "of which rows travel")])
+def test_a_mistake_about_rows_in_shards_is_heard_by_all(rows: str, says: str) -> None:
+    for outcome in run_ranks(_one_mistake_with_rows_in_shards, rows, says, world_size=2, timeout_seconds=60):
+        assert outcome.value < 20.0
 
 
 def _one_mistake(context: RankContext, options: dict[str, Any], says: str) -> None:

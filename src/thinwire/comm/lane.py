@@ -814,11 +814,21 @@ def telling_peers(process_group: Group, timeout: timedelta | None) -> Iterator[N
     try:
         yield
     except ValueError as error:
-        subject = Subject("attach", f"refused: {error}")
-        lane = Lane(process_group, timeout)
-        try:
-            with suppress(ThinwireError):
-                lane.submit(lambda lane: lane.channel(subject).open()).wait()
-        finally:
-            lane.close()
+        with suppress(ThinwireError):
+            agree_before(process_group, timeout, f"refused: {error}")
         raise
+
+
+def agree_before(
+    process_group: Group, timeout: timedelta | None, description: str, staging: Staging | None = None
+) -> None:
+    """Agree on a description before anything is made together that only some ranks may come to.
+
+    Raises:
+        MismatchError: ranks differ, or one of them refuses its arguments; on every rank.
+    """
+    lane = Lane(process_group, timeout, staging)
+    try:
+        lane.submit(lambda lane: lane.channel(Subject("attach", description)).open()).wait()
+    finally:
+        lane.close()

@@ -66,15 +66,22 @@ class RowShards:
     Args:
         model: a model that `fully_shard` laid out.
         timeout: how long to wait for a peer; None means the timeout of FSDP's group.
+        agree: called with the names of the tables before ranks make groups for them.
     """
 
-    def __init__(self, model: nn.Module, timeout: timedelta | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        timeout: timedelta | None = None,
+        agree: Callable[[list[str]], object] = lambda names: None,
+    ) -> None:
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         tables, kept = _tables_of(model)
         self._tables = {names[id(origin.source.sharded_param)]: (modules, origin) for modules, origin in tables}
         self._kept = {names[key]: why for key, why in kept.items()}
         self._exchanges: dict[int, Collectives] = {}
         self._own: list[PrivateGroup] = []  # groups of the same ranks as FSDP's
+        agree(list(self._tables))
         self._common = _Common(list(self._tables))
         self._noted = model.register_forward_hook(_note, always_call=True)
         for name, (modules, origin) in self._tables.items():

@@ -106,10 +106,11 @@ def attach(
         >>> sync = thinwire.attach(model, rows="zen", dense=rules)                        # doctest: +SKIP
     """
     model = find_model(model)
-    check_timeout(timeout)
     group = _group_of(model, process_group)
     if Synchronizer.runs_on(model):
         raise ValueError("thinwire is attached to this model already: call detach() on its Synchronizer first")
+    with telling_peers(group, None):
+        check_timeout(timeout)
     with telling_peers(group, timeout):
         resolve(rows)
         check_scaler(grad_scaler)

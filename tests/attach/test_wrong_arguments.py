@@ -176,6 +176,7 @@ def _one_mistake(context: RankContext, options: dict[str, Any], says: str) -> No
         ({"rows": "zeen"}, "unknown scheme 'zeen'"),
         ({"dense": {"*": "top_k"}}, "unknown dense 'top_k'"),
         ({"grad_scaler": 1}, "grad_scaler is 1"),
+        ({"timeout": -1}, "timeout is -1"),
     ],
 )
 def test_a_mistake_on_one_rank_is_heard_by_all(options: dict[str, Any], says: str) -> None:

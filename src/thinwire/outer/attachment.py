@@ -66,7 +66,6 @@ def attach(
         >>> loop.synchronize()                                                            # doctest: +SKIP
     """
     model = find_model(model)
-    check_timeout(timeout)
     if not isinstance(recipe, OuterRecipe):
         raise ValueError(f"recipe is {recipe!r}: pass a recipe such as thinwire.outer.diloco(every=64)")
     may_lose_ranks = isinstance(process_group, Members) or recipe.min_ranks is not None
@@ -75,6 +74,8 @@ def attach(
     if OuterLoop.runs_on(model):
         raise ValueError("an outer loop of this model runs already: call detach() on it first")
     group = process_group if isinstance(process_group, Members) else outer_group(model, process_group)
+    with nullcontext() if isinstance(group, Members) else telling_peers(group, None):
+        check_timeout(timeout)
     with nullcontext() if isinstance(group, Members) else telling_peers(group, timeout):
         resolve(rows)
         excluded = left_out(model, exclude)

@@ -16,7 +16,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 import thinwire
@@ -328,6 +329,17 @@ def _left(context: RankContext) -> tuple[dict[str, list[str]], set[str]]:
         model.set_reduce_scatter_unused_params(is_unused)  # type: ignore[operator]
         return model
 
+    def zeroed() -> nn.Module:
+        model = fully_shard(nn.Sequential(nn.Linear(WIDTH, 3), nn.Embedding(4000, WIDTH)))
+        model[1].weight.register_hook(lambda gradient: gradient * 0)  # type: ignore[index,union-attr]
+        return model
+
+    def dealt_twice() -> nn.Module:
+        pairs = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        model = nn.Sequential(nn.Embedding(4000, WIDTH), nn.Linear(WIDTH, 3))
+        rows = RowwiseParallel(input_layouts=Replicate())
+        return fully_shard(parallelize_module(model, pairs["tp"], {"0": rows}), mesh=pairs["dp"])
+
     def head_first() -> nn.Module:
         model = nn.Sequential(nn.Linear(WIDTH, 2000, bias=False), nn.Embedding(2000, WIDTH), nn.Linear(WIDTH, 2))
         model[1].weight = model[0].weight
@@ -338,6 +350,8 @@ def _left(context: RankContext) -> tuple[dict[str, list[str]], set[str]]:
         "head first": taken(head_first),
         "hooked": taken(lambda: hooked((1, 4), False)),
         "hooked, unused by some": taken(lambda: hooked((1, 4), True)),
+        "hooked before": taken(zeroed),
+        "tensor parallel": taken(dealt_twice),
         "hooked, with replicas": taken(lambda: hooked((2, 2), False)),
         "shared": taken(lambda: sharded(Shared(), False)),
         "plain": taken(other(nn.Embedding(2000, WIDTH))),
@@ -401,6 +415,8 @@ def test_what_cannot_stay_in_shards_is_left_to_fsdp() -> None:
             "its rows are not dealt to ranks",
             "ranks may leave it out of a step",
             "a hook reads its gradient before replicas are averaged",
+            "a hook would change its gradient, which FSDP does not call",
+            "tensor parallelism deals its rows, too",
         }
 
 

@@ -219,7 +219,9 @@ def _why_kept(users: Sequence[nn.Module], origin: _Origin) -> str:
         "its module does not only look rows up": not all(map(_only_looks_up, users)),
         "ranks may leave it out of a step": getattr(group, "reduce_scatter_unused_params", False),
         "a hook reads its gradient before replicas are averaged": replicas and internals.hooks_after(parameter),
+        "a hook would change its gradient, which FSDP does not call": internals.hooks_before(parameter),
         "its rows are not dealt to ranks": ranks is None or parameter.placements[-1] != Shard(0),
+        "tensor parallelism deals its rows, too": not all(one.is_replicate() for one in parameter.placements[:-1]),
         "its shard is not where the model computes": group.mesh_info.mesh.device_type != parameter.device.type,
         "this torch has another FSDP": not internals.parameter_groups_of(origin.state),
     }

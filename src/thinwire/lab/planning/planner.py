@@ -264,7 +264,7 @@ def best_option(measurement: Measurement, priced: Sequence[Option]) -> Option:
             worth = PLAN_WORTH * by.judged.steps / (option.judged.steps if option.judged else 1.0)
         else:
             worth = PLAN_WORTH if option.loss == by.loss else LOSSY_WORTH
-        return _is_worth(measurement, by, option, worth)
+        return step_seconds(measurement, option) > worth * step_seconds(measurement, by)
 
     return next(
         option
@@ -457,11 +457,6 @@ def _note(tables: int) -> str:
         return ""
     what = "1 embedding table is" if tables == 1 else f"{tables} embedding tables are"
     return f"{what} not in the plan: thinwire.attach sends the rows that a step touches. The seconds include that."
-
-
-def _is_worth(measurement: Measurement, option: Option, instead_of: Option, worth: float) -> bool:
-    other = measurement.other_seconds
-    return other + instead_of.seconds > worth * (other + option.seconds)
 
 
 def _rows_alone(measurement: Measurement, exact: _Leaf) -> Iterator[Option]:

@@ -13,7 +13,7 @@ import hashlib
 import os
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.checkpoint import Checkpointer, CheckpointPolicy, Disk, MemoryReader, MemoryWriter, Storage
+from thinwire.lab.leave import leave
 
 RUN = "the-run"
 
@@ -77,7 +79,7 @@ def ours(training: Training, disk: Disk | None) -> Iterator[Callable[[], None]]:
     yield keeper.step
     if disk is not None:
         keeper.persist_now()
-    keeper.flush()
+    assert keeper.flush(60.0), "the last version did not get whole in a minute"
     keeper.close()
 
 
@@ -94,9 +96,9 @@ def ours_on_disk(training: Training) -> Iterator[Callable[[], None]]:
 @kept
 def dcp_in_memory(training: Training) -> Iterator[Callable[[], None]]:
     reader, writer = MemoryReader(RUN), MemoryWriter(RUN)
-    if reader.step is not None:
+    with suppress(CheckpointException):  # there is none yet
         dcp.load(training.model.state_dict(), storage_reader=reader)
-        training.steps = reader.step
+        training.steps = reader.step or 0
     reader.close()
 
     def save() -> None:
@@ -214,3 +216,4 @@ if __name__ == "__main__":
     options = parser.parse_args()
     torch.set_num_threads(1)
     train(options.name, options.steps)
+    leave(0)  # else one in some 20 waits for a thread of Gloo for ever (torch 2.13): docs/start/troubleshooting.md

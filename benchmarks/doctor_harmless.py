@@ -96,7 +96,7 @@ def judge(name: str, interrupt: bool) -> dict[str, Any]:
     with directory() as (where, environment):
         _, expected = torchrun(name, 20, where, environment)
     tools = {
-        "doctor": [*THINWIRE, "doctor", "--ranks", "2", "--compress", "bf16", str(SCRIPT), name],
+        "doctor": [*THINWIRE, "doctor", "--ranks", "2", "--compress", "bf16", "--steps", "2", str(SCRIPT), name],
         "analyze": [*THINWIRE, "analyze", "--ranks", "2", str(SCRIPT), name],
         "bench": f"bench train --job {SCRIPT}:make --hosts 2 --link none --seeds 1 --steps 8 --methods ddp".split(),
     }

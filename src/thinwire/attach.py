@@ -149,7 +149,7 @@ def _rows_in_shards(
         return None
 
     def agree(names: Sequence[str]) -> None:
-        text = f"tables of which rows travel: {', '.join(names)}"
+        text = f"tables of which rows travel: {', '.join(names) or 'none'}"
         agree_before(group, timeout, text, staging_for(sharding.units[0].group.device))
 
     if resolve(rows) != DENSE:

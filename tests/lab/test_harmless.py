@@ -40,11 +40,12 @@ KINDS = ("memory", "disk", "dcp-memory", "dcp-disk", "except", "with", "finally"
 
 TRAIN = """
     import atexit, hashlib, sys
-    from contextlib import ExitStack
+    from contextlib import ExitStack, suppress
     from functools import partial
     from pathlib import Path
     import torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
     from torch import nn
+    from torch.distributed.checkpoint.api import CheckpointException
     from torch.nn.parallel import DistributedDataParallel
     from thinwire.checkpoint import Checkpointer, CheckpointPolicy, Disk, MemoryReader, MemoryWriter, Storage
 
@@ -63,7 +64,7 @@ TRAIN = """
             first = [keeper.restore() or 0 for keeper in self.ours]
             if "dcp-memory" in self.kinds:
                 reader = MemoryReader("run-dcp")
-                if reader.step is not None:
+                with suppress(CheckpointException):  # there is none yet
                     dcp.load(self.model.state_dict(), storage_reader=reader)
                     first.append(reader.step)
                 reader.close()

@@ -166,8 +166,8 @@ def test_the_clock_of_a_trial_ticks_once_a_step(case: Any, quiet: list[StepBound
     train, script, _ = case
     clock = StepClock(lambda seconds: 0.1)
     clock.watch(script.model)
-    quiet.append(clock._boundary)  # type: ignore[arg-type]
-    clock._boundary._synchronizes = lambda: script.synchronizes  # type: ignore[union-attr]
+    quiet.append(clock.boundary)  # type: ignore[arg-type]
+    clock.boundary._synchronizes = lambda: script.synchronizes  # type: ignore[union-attr]
     script.synchronizes = True
     for _ in range(6):
         train(script)

@@ -12,9 +12,9 @@ import sysconfig
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from thinwire.lab.testbed.launch import Outcome, RanksFailed
 from thinwire.lab.testbed.supervise import is_peer_lost
@@ -65,35 +65,23 @@ def raised_by_script(script: str, *passed: type[Exception]) -> Iterator[None]:
         raise ScriptError(_text_of(error, script)) from None
 
 
-def leaving_with_error(leave: Callable[..., object]) -> Callable[[str], object]:
-    """Return a function that ends a rank with a sentence about its script; ``leave`` is that of its `RankContext`."""
-
-    def end(sentence: str) -> None:
-        def result() -> None:
-            raise ScriptError(sentence)
-
-        leave(result)
-
-    return end
-
-
 def leaving_on_error(leave: Callable[..., object], script: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function whose errors end a rank before the script sees them: what it would save then is of a trial."""
+    """Return a function whose errors end a rank before its script sees them, since what it would save then is no real
+    run's; ``leave`` is that of its `RankContext`."""
 
     @wraps(function)
     def run(*args: Any, **settings: Any) -> Any:
         try:
-            return function(*args, **settings)
-        except Exception as error:
-            failed = error
-
-        def result() -> None:
             with raised_by_script(script):
-                raise failed
-
-        return leave(result)
+                return function(*args, **settings)
+        except ScriptError as error:
+            return leave(partial(_fail, error))
 
     return run
+
+
+def _fail(error: ScriptError) -> NoReturn:
+    raise error
 
 
 def first_error(failed: RanksFailed) -> tuple[int, str] | None:

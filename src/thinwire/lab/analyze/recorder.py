@@ -44,18 +44,23 @@ class Watch(Protocol):
     def hand_over_to(self, state: object, hook: Callable[..., Any]) -> None: ...
 
 
-class ScriptWatcher(Protocol):
-    """Interface of a watcher of a script's models, which may end the script.
+class ScriptWatcher:
+    """Base of a watcher of a script's models, which ends the script.
 
     Attributes:
         num_models: number of models seen so far.
+        on_enough: function that ends the script when enough of it was seen.
         on_missing: function called with a sentence where an optimizer steps before there is any; it ends the script.
     """
 
-    num_models: int
-    on_missing: Callable[[str], object]
+    def __init__(self) -> None:
+        self.num_models = 0
+        self.on_enough: Callable[[], object] = sys.exit
+        self.on_missing: Callable[[str], object] = fail
 
-    def watch(self, model: DistributedDataParallel) -> Watch: ...
+    def watch(self, model: DistributedDataParallel) -> Watch:
+        """Watch a model; called on all ranks for each model that is built."""
+        raise NotImplementedError
 
 
 def fail(sentence: str) -> None:
@@ -63,7 +68,7 @@ def fail(sentence: str) -> None:
     raise ScriptFailed(sentence)
 
 
-class Recorder:
+class Recorder(ScriptWatcher):
     """A recorder of the ids of non-zero rows, step by step; the forward pass after the last step ends the script.
 
     A step is a backward pass that DDP synchronizes, so accumulation under ``no_sync`` makes one step. With several
@@ -71,13 +76,10 @@ class Recorder:
     """
 
     def __init__(self, num_steps: int, on_step: Callable[[int], None] = lambda done: None) -> None:
+        super().__init__()
         self.num_steps = num_steps
         self.on_step = on_step
         """Called after each step of the first model with their number."""
-        self.on_enough: Callable[[], object] = sys.exit
-        """Called to end the script."""
-        self.on_missing: Callable[[str], object] = fail
-        self.num_models = 0
         self._tables: dict[str, TableSteps] = {}
 
     def watch(self, model: DistributedDataParallel) -> "ModelWatch":

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from thinwire.lab.analyze.failure import ScriptFailed, leaving_with_error, naming_script, raised_by_script
-from thinwire.lab.analyze.recorder import Recorder
+from thinwire.lab.analyze.failure import ScriptFailed, leaving_on_error, naming_script, raised_by_script
+from thinwire.lab.analyze.recorder import Recorder, fail
 from thinwire.lab.analyze.recording import RankRecording, Recording, recording_of
 from thinwire.lab.analyze.trials import as_torchrun, run_on_ranks
 from thinwire.lab.analyze.worker import check_script, run_recorded
@@ -68,7 +68,7 @@ def _record_rank(context: RankContext, script: str, arguments: list[str], steps:
     as_torchrun(context)
     recorder = Recorder(steps, context.send if context.rank == 0 else lambda done: None)
     recorder.on_enough = lambda: context.leave(recorder.recording)
-    recorder.on_missing = leaving_with_error(context.leave)
+    recorder.on_missing = leaving_on_error(context.leave, script, fail)
     with raised_by_script(script), harmless():
         run_recorded(recorder, script, arguments)
     return recorder.recording()

@@ -5,7 +5,6 @@ The script is not changed. While its steps are timed nothing is synchronized, so
 timed (the parameters of the ranks drift apart, and are not used afterwards).
 """
 
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.comm.agree import gather_numbers
 from thinwire.comm.lane import Lane
-from thinwire.lab.analyze.recorder import fail
+from thinwire.lab.analyze.recorder import ScriptWatcher
 from thinwire.lab.analyze.site import calling_line, find_site, follows_plans
 from thinwire.lab.planning.measurement import DdpSite, Measurement
 from thinwire.lab.planning.ready import WARM_STEPS, StepWatch
@@ -28,7 +27,7 @@ LONG_SECONDS, FEW_STEPS = 1.0, 3
 """Where a step lasts longer, so many are timed, which suffice: the doctor's answer is due in minutes."""
 
 
-class StepRecorder:
+class StepRecorder(ScriptWatcher):
     """Recorder of the first DDP model of a script, which it ends after enough timed steps; `finish` measures the rest.
 
     Args:
@@ -36,17 +35,13 @@ class StepRecorder:
         on_stage: function called with the name of the next measurement.
 
     Attributes:
-        on_enough: function that ends the script when enough steps are timed.
-        on_missing: function that ends it with a sentence, where it trains without a DDP model.
         measurement: the result when the script has ended; None if it had no DDP model.
     """
 
     def __init__(self, how: How, on_stage: OnStage = lambda stage: None) -> None:
+        super().__init__()
         self.how = how
-        self.on_enough: Callable[[], object] = sys.exit
-        self.on_missing: Callable[[str], object] = fail
         self.finished = False
-        self.num_models = 0
         self.measurement: Measurement | None = None
         self._on_stage = on_stage
         self._lane: Lane | None = None

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from thinwire.lab.analyze.failure import ScriptFailed, leaving_with_error, naming_script, raised_by_script
+from thinwire.lab.analyze.failure import ScriptFailed, leaving_on_error, naming_script, raised_by_script
+from thinwire.lab.analyze.recorder import fail
 from thinwire.lab.analyze.step_recorder import StepRecorder
 from thinwire.lab.analyze.trials import as_torchrun, run_on_ranks
 from thinwire.lab.analyze.worker import check_script, run_recorded
@@ -69,7 +70,7 @@ def _measure_rank(context: RankContext, script: str, arguments: list[str], how: 
         return None if recorder.measurement is None else recorder.measurement.to_json()
 
     recorder.on_enough = lambda: context.leave(result)
-    recorder.on_missing = leaving_with_error(context.leave)
+    recorder.on_missing = leaving_on_error(context.leave, script, fail)
     with raised_by_script(script):
         measurement = run_watched(recorder, Path(script), arguments)
     return None if measurement is None else measurement.to_json()

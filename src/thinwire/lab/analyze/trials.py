@@ -163,10 +163,10 @@ def undecided(seconds: Sequence[float | None], is_exact: Sequence[bool]) -> list
     """
     known = {index: value for index, value in enumerate(seconds) if value is not None}
     shortest = min(known.values(), default=0.0)
-    near = {index for index, value in known.items() if value <= CLOSE * shortest}
-    exact = sorted((index for index in known if is_exact[index]), key=known.__getitem__)
-    near |= {index for index in exact[:1] if known[index] <= CLOSE * LOSSY_WORTH * shortest}
-    return sorted(near) if len(near) > 1 else []
+    exact = min((known[index] for index in known if is_exact[index]), default=math.inf)
+    bounds = CLOSE * shortest, CLOSE * LOSSY_WORTH * shortest
+    near = [index for index, value in known.items() if value <= bounds[0] or value == exact <= bounds[1]]
+    return near if len(near) > 1 else []
 
 
 def run_on_ranks(
@@ -273,13 +273,9 @@ class StepClock:
         self.moments: list[float] = []
         self.warm = WARM_STEPS
         self.synchronizer: Synchronizer | None = None
-        self._boundary: StepBoundary | None = None
+        self.boundary: StepBoundary | None = None
         self._steps = WARM_STEPS + MOST_STEPS
         self._slowest, self._on_enough = slowest, on_enough
-
-    @property
-    def is_watching(self) -> bool:
-        return self._boundary is not None
 
     def seconds(self) -> list[float]:
         """Return the seconds of the steps that count."""
@@ -290,25 +286,25 @@ class StepClock:
     def watch(self, model: nn.Module) -> None:
         """Watch a model; only the first counts."""
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._boundary = StepBoundary(trained, lambda: getattr(model, "require_backward_grad_sync", True))
+        boundary = self.boundary = StepBoundary(trained, lambda: getattr(model, "require_backward_grad_sync", True))
+
+        def after_gradient(_: torch.Tensor) -> None:
+            boundary.gradient()
+
         for parameter in trained:
-            parameter.register_post_accumulate_grad_hook(self._after_gradient)
+            parameter.register_post_accumulate_grad_hook(after_gradient)
         model.register_forward_pre_hook(self._before_forward)
 
     def close(self) -> None:
         """End the synchronization, if the script has left its process group to us."""
-        if self._boundary is not None:
-            self._boundary.close()
+        if self.boundary is not None:
+            self.boundary.close()
         if self.synchronizer is not None:
             with contextlib.suppress(Exception):
                 self.synchronizer.detach()
 
-    def _after_gradient(self, parameter: torch.Tensor) -> None:
-        if self._boundary is not None:
-            self._boundary.gradient()
-
     def _before_forward(self, module: nn.Module, args: tuple[object, ...]) -> None:
-        if self._boundary is None or not (module.training and torch.is_grad_enabled() and self._boundary.forward()):
+        if self.boundary is None or not (module.training and torch.is_grad_enabled() and self.boundary.forward()):
             return
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
@@ -334,7 +330,7 @@ def _advised(advice: Advice, clock: StepClock, ended: Callable[[Callable[..., An
 
     @wraps(build)
     def init(model: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
-        if clock.is_watching:
+        if clock.boundary is not None:
             build(model, *args, **kwargs)
             return
         if advice.plan is not None:

@@ -77,25 +77,17 @@ class _NarrowHelp:
             self.rich_markup_mode = None
         super().format_help(ctx, formatter)  # pyrefly: ignore
 
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Drop the value that typer shows for a flag, ``<bool>``: it takes none."""
+        params = super().get_params(ctx)  # pyrefly: ignore
+        for param in params:
+            if isinstance(param, TyperOption) and param.is_flag:
+                param.metavar = ""
+        return params
+
 
 class CommandGroup(_NarrowHelp, TyperGroup):
     """A group of commands."""
-
-    def get_params(self, ctx: Any) -> list[Any]:
-        return _flags_without_value(super().get_params(ctx))
-
-
-def _flags_without_value(params: list[Any]) -> list[Any]:
-    """Drop the value that typer shows for a flag, ``<bool>``: it takes none."""
-    for param in params:
-        if isinstance(param, TyperOption) and param.is_flag:
-            param.metavar = ""
-    return params
-
-
-def _flowing(text: str) -> str:
-    """Join the lines of each paragraph."""
-    return "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
 
 
 class LazyGroup(CommandGroup):
@@ -133,10 +125,8 @@ class Command(_NarrowHelp, TyperCommand):
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
-        self.help = _flowing(self.help or "")  # typer keeps the line breaks after the first paragraph
-
-    def get_params(self, ctx: Any) -> list[Any]:
-        return _flags_without_value(super().get_params(ctx))
+        # The lines of each paragraph are joined: typer keeps the breaks after the first one.
+        self.help = "\n\n".join(" ".join(text.split()) for text in (self.help or "").split("\n\n"))
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """Show arguments as their metavar has them, without brackets around brackets."""

@@ -119,9 +119,14 @@ def doctor(
         check_dense(dense)
         with examined.network(console) as network:
             if measured is not None:
-                title, measurement = str(measured), _loaded(measured, link)
+                from thinwire.lab.planning.measurement import Measurement
+
+                title, measurement = str(measured), _at(Measurement.load(measured), link)
             else:
-                title, measurement = examined.target, _measure(examined, network, _how(compressors, steps, fresh))
+                from thinwire.lab.planning.training import How
+
+                how = How(compressors, steps, fresh=fresh)
+                title, measurement = examined.target, _measure(examined, network, how)
             if not is_first_rank():
                 return
             judgement = None if limit is None else _judged(examined, measurement, compressors or (), limit, loss_steps)
@@ -200,18 +205,6 @@ class Examined:
                 console.print(f"[yellow]Predicted from loopback for {self.link}:[/] {error}.", soft_wrap=True)
                 network = None
             yield network
-
-
-def _how(compressors: tuple[str, ...] | None, steps: int, fresh: bool) -> How:
-    from thinwire.lab.planning.training import How
-
-    return How(compressors, steps, fresh=fresh)
-
-
-def _loaded(path: Path, link: str | None) -> Measurement:
-    from thinwire.lab.planning.measurement import Measurement
-
-    return _at(Measurement.load(path), link)
 
 
 def _measure(examined: Examined, network: EmulatedNetwork | None, how: How) -> Measurement:

@@ -356,7 +356,8 @@ def finalists(diagnosis: Diagnosis) -> list[Option]:
     best: dict[int, Option] = {}
     for option in others:
         first = best.setdefault(option.loss, option)
-        if option.is_plain and not first.is_plain and _is_close(measurement, option, first):
+        near = PLAN_WORTH * step_seconds(measurement, first)
+        if option.is_plain and not first.is_plain and step_seconds(measurement, option) <= near:
             best[option.loss] = option
     uncoded = [stock, *(option for option in best.values() if option.is_exact and not option.is_lossless)]
     gaining = min(step_seconds(measurement, option) for option in uncoded) / WORTH
@@ -372,10 +373,6 @@ def finalists(diagnosis: Diagnosis) -> list[Option]:
         key=lambda option: option.loss,
     )
     return [stock, *exact, *lossy][:FINALISTS]
-
-
-def _is_close(measurement: Measurement, option: Option, fastest: Option) -> bool:
-    return step_seconds(measurement, option) <= PLAN_WORTH * step_seconds(measurement, fastest)
 
 
 def why_impossible(row: Confirmed, option: Option, measurement: Measurement) -> str:

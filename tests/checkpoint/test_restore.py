@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -531,6 +532,16 @@ def test_a_checkpoint_of_a_release_that_named_no_run_is_of_any(socket: str, tmp_
     write_about(path, {name: value for name, value in about.items() if name not in ("run", "digest")})
     with keeper(socket, tmp_path / "disk", run="new") as checkpointer:
         assert checkpointer.restore() == 1
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_name_that_torchrun_makes_up_at_each_start_is_that_of_no_run(socket: str, tmp_path: Path) -> None:
+    """A job of `torchrun --standalone` goes on from its disk, as it always did."""
+    for step in range(3):
+        with keeper(socket, tmp_path / "disk", run=str(uuid.uuid4())) as checkpointer:
+            assert checkpointer.restore() == (step or None)
+            checkpointer.step()
+            checkpointer.persist_now()
 
 
 @pytest.mark.usefixtures("alone")

@@ -18,7 +18,7 @@ from thinwire.checkpoint.agreement import FAILURES, Agreement, Divergence
 from thinwire.checkpoint.cycle import Cycle
 from thinwire.checkpoint.dcp.tier import PersistentTier, check_parent
 from thinwire.checkpoint.elastic.heartbeat import Heartbeat
-from thinwire.checkpoint.group import check_alike, on_all, private_group, restart_hint, run_id_of
+from thinwire.checkpoint.group import check_alike, lasting, on_all, private_group, restart_hint, run_id_of
 from thinwire.checkpoint.holder.start import AGENT_VARIABLE, socket_path
 from thinwire.checkpoint.holder.version import topology_digest
 from thinwire.checkpoint.options import CheckpointPolicy, Storage
@@ -100,7 +100,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         self._run_id, self._training, self._registration, self._tier = run_id, training, registration, None
         self._notices = Notices(self._rank)
         if disk is not None:
-            named = {**about, "run": run_id, "topology": topology_digest(about)}
+            named = {**about, "run": lasting(run_id), "topology": topology_digest(about)}
             group = private_group(storage.process_group, storage.timeout)
             self._tier = PersistentTier(disk, named, group, self._notices)
         self._governor = governor

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from datetime import timedelta
@@ -60,6 +61,11 @@ def run_id_of(given: str | None) -> str:
             " torchrun --rdzv-id NAME"
         )
     return result
+
+
+def lasting(run_id: str) -> str | None:
+    """Return the name of a run, or None for one that torchrun makes up at each start, as with ``--standalone``."""
+    return None if re.fullmatch(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", run_id) else run_id
 
 
 def gather_json(value: Any, group: dist.ProcessGroup) -> list[Any]:

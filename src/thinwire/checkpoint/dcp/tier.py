@@ -529,7 +529,8 @@ class PersistentTier:
         return sorted(orders, key=lambda step: orders[step], reverse=True)[self._keep :]
 
     def _readable(self) -> list[dict[str, Any]]:
-        """Raises ThinwireError if another run uses the directory. Earlier releases named no run."""
+        """Raises ThinwireError if another run uses the directory. Earlier releases named no run, as nobody does whose
+        name is made up."""
         abouts: list[dict[str, Any]] = []
         for step in self._steps():
             try:
@@ -537,9 +538,9 @@ class PersistentTier:
             except (OSError, ThinwireError) as error:
                 logger.warning("%s is not a checkpoint: %s", self._path(step), error)
         for about in abouts:
-            if about.get("run", self._about["run"]) != self._about["run"]:
+            if None not in (own := self._about["run"], about.get("run")) and about["run"] != own:
                 raise ThinwireError(
-                    f"{self.directory} has checkpoints of run {about['run']!r}, and this is run {self._about['run']!r}:"
+                    f"{self.directory} has checkpoints of run {about['run']!r}, and this is run {own!r}:"
                     f" go on from them with run_id={about['run']!r}, or take a directory that no other run uses"
                 )
         return abouts

@@ -208,7 +208,7 @@ def test_an_agent_sees_no_workers_of_another_run(tmp_path: Path, monkeypatch: py
 def test_a_heartbeat_that_cannot_be_written_stops_no_training(tmp_path: Path, where: str) -> None:
     socket = tmp_path / ("gone/holder.sock" if where == "gone" else "holder.sock")
     if where == "full":
-        beside(socket, f"step.{os.environ.get('LOCAL_RANK', '0')}").symlink_to("/dev/full")
+        beside(socket, f".step.{os.environ.get('LOCAL_RANK', '0')}").symlink_to("/dev/full")
     heartbeat, agent = Heartbeat(socket), Heartbeats(socket)
     for step in (1, 2):
         heartbeat.beat(step)

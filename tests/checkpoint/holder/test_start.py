@@ -18,6 +18,7 @@ from thinwire.checkpoint.holder.start import (
     HolderOptions,
     KnownRun,
     RunMarker,
+    beside,
     birth_of,
     default_directory,
     ensure_holder,
@@ -51,6 +52,10 @@ def test_a_path_that_is_too_long_for_a_socket_names_what_to_set(
     monkeypatch.setenv("THINWIRE_HOLDER", str(tmp_path / ("x" * 110)))
     with pytest.raises(ValueError, match="too long for a socket: name a shorter path with THINWIRE_HOLDER"):
         socket_path()
+    monkeypatch.setenv("THINWIRE_HOLDER", str(tmp_path / ("x" * (99 - len(str(tmp_path))))))
+    path = socket_path()
+    assert len(str(path)) == 100
+    assert len(f"{beside(path)}~") <= 107, "what else listens there"
 
 
 def test_the_environment_names_one_socket_for_all_working_directories(

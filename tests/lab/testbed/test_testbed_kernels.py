@@ -22,9 +22,13 @@ NAMES = ("sum_rows", "deal", "mix")
 def test_compiling_ahead_shares_the_work_and_says_how_far_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, ends: str
 ) -> None:
-    """Here each process compiles nothing but claims that it did, or ends with an error."""
+    """Here each process compiles nothing but claims that it did, or ends with an error.
+
+    Two that fail at once write two texts, and then the ends of two lines.
+    """
     write = f"open({str(tmp_path / 'compiled')!r}, 'a').write(f'\\n{{name}}\\n')"
-    code = f"import sys\nfor name in sys.argv[2:]: {write}" if ends == "compiled" else "exit('out of memory')"
+    code = "import sys\n"
+    code += f"for name in sys.argv[2:]: {write}" if ends == "compiled" else "exit('out of memory\\n')"
     monkeypatch.setattr(dispatch, "COMPILE", code)
     monkeypatch.setattr(dispatch, "compilation", lambda: Once(tmp_path, NAMES))
     seen: list[tuple[object, ...]] = []

@@ -18,7 +18,7 @@ class Heartbeat:
     """
 
     def __init__(self, socket: Path) -> None:
-        self._path, self._file = beside(socket, f"step.{os.environ.get('LOCAL_RANK', '0')}"), -1
+        self._path, self._file = beside(socket, f".step.{os.environ.get('LOCAL_RANK', '0')}"), -1
         with contextlib.suppress(OSError):
             self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -38,7 +38,7 @@ class Heartbeats:
     """The heartbeats of the workers of this run on a host."""
 
     def __init__(self, socket: Path) -> None:
-        self._pattern = beside(socket, "step.*")
+        self._pattern = beside(socket, ".step.*")
         self._seen: dict[Path, tuple[bytes, float]] = {}
 
     def clear(self) -> None:

@@ -97,7 +97,7 @@ class ElasticRendezvous(RendezvousHandler):
         os.environ[SOCKET_VARIABLE], os.environ[AGENT_VARIABLE] = str(path), str(os.getpid())
         self._warm, self._heartbeats = Warm(), Heartbeats(path)
         self._warm.ensure()
-        self._address, self._file = params.local_addr or bind, beside(path, "rank")
+        self._address, self._file = params.local_addr or bind, beside(path, ".rank")
         self._name = f"{self._address} {os.getpid()} {secrets.token_hex(4)}"
         self._boards = Boards(
             endpoints,

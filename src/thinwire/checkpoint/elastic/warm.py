@@ -203,7 +203,7 @@ def _place(argv: list[str]) -> list[str]:
 
 
 def _path() -> Path:
-    return beside(socket_path(), "warm")
+    return beside(socket_path())
 
 
 def _send(connection: socket.socket, content: dict[str, Any], files: Sequence[int] = ()) -> None:

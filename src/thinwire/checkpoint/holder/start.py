@@ -31,7 +31,7 @@ SECRET_VARIABLE, SOCKET_VARIABLE = "THINWIRE_SECRET", "THINWIRE_HOLDER"
 AGENT_VARIABLE = "THINWIRE_AGENT"  # the process of the elastic agent, for its workers
 STANDBYS_VARIABLE = "THINWIRE_STANDBYS"  # holders of hosts that stand by or are gone, for them too
 PATIENCE_SECONDS = 60.0  # to start, or to end: a process that fails says so at once, and a busy host took 20 s for one
-_PATH_BYTES = 91  # of the 107 of <sys/un.h>: warm workers listen beside it, first at PATH.01234567.warm~
+_PATH_BYTES = 100  # of the 107 of <sys/un.h>: warm workers listen beside it, first at PATH.01234~
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 _EXITING = 0x4  # in the flags of a process (PF_EXITING of <linux/sched.h>): its memory may take long to free
 
@@ -96,10 +96,10 @@ def socket_path(given: str | Path | None = None) -> Path:
     return directory / "holder.sock"
 
 
-def beside(socket: Path, name: str) -> Path:
+def beside(socket: Path, name: str = "") -> Path:
     """Return a path for this run beside the socket: the jobs of a host share their holder, and nothing else."""
     run = os.environ.get("THINWIRE_RUN_ID", "")  # an elastic agent sets it, for its workers too
-    return Path(f"{socket}.{hashlib.sha256(os.fsencode(run)).hexdigest()[:8]}.{name}")
+    return Path(f"{socket}.{hashlib.sha256(os.fsencode(run)).hexdigest()[:5]}{name}")
 
 
 def load_secret(socket: Path, secret_file: str | Path | None = None) -> bytes:

@@ -63,5 +63,5 @@ def compile_ahead(
                 helper.wait()
         if not once.is_complete():
             errors.seek(0)
-            said = errors.read().decode(errors="replace").splitlines()
+            said = errors.read().decode(errors="replace").strip().splitlines()
             logger.warning("kernels are compiled while ranks run: %s", said[-1] if said else "compilers were killed")

@@ -34,15 +34,13 @@ class Training:
     """A model, its optimizer, and how many steps it has trained; `save` and `load` keep a file a rank by torch."""
 
     def __init__(self, model: nn.Module) -> None:
+        self.module = model.module if isinstance(model, DistributedDataParallel) else model
         self.model, self.optimizer = model, torch.optim.SGD(model.parameters(), lr=0.1)
         self.steps = 0
-
-    @property
-    def path(self) -> Path:
-        return Path(f"kept-{dist.get_rank() if dist.is_initialized() else 0}.pt")
+        self.path = Path(f"kept-{dist.get_rank() if dist.is_initialized() else 0}.pt").absolute()
 
     def state(self) -> dict[str, Any]:
-        return {"model": self.model.state_dict(), "steps": self.steps}
+        return {"model": self.module.state_dict(), "steps": self.steps}
 
     def save(self) -> None:
         torch.save(self.state(), self.path)
@@ -52,7 +50,7 @@ class Training:
             self.take(torch.load(self.path))
 
     def take(self, state: dict[str, Any]) -> None:
-        self.model.load_state_dict(state["model"])
+        self.module.load_state_dict(state["model"])
         self.steps = state["steps"]
 
     def digest(self) -> str:
@@ -97,13 +95,13 @@ def ours_on_disk(training: Training) -> Iterator[Callable[[], None]]:
 def dcp_in_memory(training: Training) -> Iterator[Callable[[], None]]:
     reader, writer = MemoryReader(RUN), MemoryWriter(RUN)
     with suppress(CheckpointException):  # there is none yet
-        dcp.load(training.model.state_dict(), storage_reader=reader)
+        dcp.load(training.module.state_dict(), storage_reader=reader)
         training.steps = reader.step or 0
     reader.close()
 
     def save() -> None:
         if training.steps % 4 == 0:
-            dcp.save(training.model.state_dict(), storage_writer=writer, checkpoint_id=training.steps)
+            dcp.save(training.module.state_dict(), storage_writer=writer, checkpoint_id=training.steps)
 
     yield save
     writer.close()

@@ -518,6 +518,18 @@ def test_what_the_wire_forbids_or_is_far_from_its_prediction_is_no_verdict() -> 
     assert not confirmed(diagnosed, figures | {STOCK: 0.81 * stock.wire_seconds, "exact": 0.4}).error
 
 
+def test_computing_that_was_measured_while_the_machine_was_busy_is_no_reason_for_no_verdict() -> None:
+    """All steps are shorter than that by the same seconds; what waits for the network is as predicted."""
+    diagnosed = diagnosis(100, world_size=4, backward_seconds=0.2)
+    computing = diagnosed.measurement.other_seconds + diagnosed.measurement.all_backward_seconds
+    predicted = {way.name: step_seconds(diagnosed.measurement, way) for way in finalists(diagnosed)}
+    seconds: dict[str, float | None] = {name: step - 0.8 * computing for name, step in predicted.items()}
+    assert any(predicted[name] > 3 * (step or 0.0) for name, step in seconds.items())
+    seen = confirmed(diagnosed, seconds)
+    assert not seen.error
+    assert seen.advice.name == min(seconds, key=lambda name: seconds[name] or 0.0)
+
+
 def test_steps_of_a_few_milliseconds_may_be_far_from_their_prediction() -> None:
     fast = diagnosis(50_000, backward_seconds=0.001, alpha=1e-5)
     predicted = fast.stock_step_seconds

@@ -375,8 +375,12 @@ def finalists(diagnosis: Diagnosis) -> list[Option]:
     return [stock, *exact, *lossy][:FINALISTS]
 
 
-def why_impossible(row: Confirmed, option: Option, measurement: Measurement) -> str:
-    """Return why a measured step cannot be, with both figures; empty if it can."""
+def why_impossible(row: Confirmed, option: Option, measurement: Measurement, slack: float = 0.0) -> str:
+    """Return why a measured step cannot be, with both figures; empty if it can.
+
+    Args:
+        slack: seconds by which steps compute faster than was measured apart, as where the machine was busy then.
+    """
     seconds, predicted = row.measured_step_seconds, row.predicted_step_seconds
     if seconds is None:
         return ""
@@ -386,7 +390,7 @@ def why_impossible(row: Confirmed, option: Option, measurement: Measurement) -> 
             f"{measured} its bytes alone need {format_seconds(option.wire_seconds)} on this link of"
             f" {measurement.link.mbit:.0f} Mbit/s"
         )
-    is_far = max(seconds, predicted) > _FAR_OFF * min(seconds, predicted)
+    is_far = max(seconds, predicted - slack) > _FAR_OFF * min(seconds, predicted)
     if is_far and abs(seconds - predicted) > _LEAST_SECONDS:
         return f"{measured} {format_seconds(predicted)} was predicted"
     return ""
@@ -413,9 +417,10 @@ def confirm(diagnosis: Diagnosis, trained: Sequence[Confirmed]) -> Diagnosis:
             "the training failed under stock DDP: " + "; ".join(filter(None, (row.failure for row in trained)))
         )
     named = {option.name: option for option in diagnosis.options}
-    doubts = [why_impossible(row, named[row.name], measurement) for row in trained if row.name in named]
     computing = measurement.other_seconds + measurement.all_backward_seconds
     cut = min(1.0, min(steps.values()) / computing) if computing else 1.0
+    slack = (1.0 - cut) * computing
+    doubts = [why_impossible(row, named[row.name], measurement, slack) for row in trained if row.name in named]
     other = cut * measurement.other_seconds
     options_trained = [
         replace(option, seconds=steps[option.name] - other, timeline_seconds=option.seconds)

@@ -23,6 +23,7 @@ from thinwire.errors import unknown
 from thinwire.lab.testbed.launch import RankContext, run_ranks
 from thinwire.plan import Group, Plan
 from thinwire.tune.prices import Route
+from versions import takes_tables
 
 
 @pytest.fixture(scope="module")
@@ -152,6 +153,7 @@ def _one_mistake_with_rows_in_shards(context: RankContext, rows: str, says: str)
     return time.monotonic() - began
 
 
+@takes_tables
 @pytest.mark.ranks
 @pytest.mark.parametrize(("rows", "says"), [("zeen", "unknown scheme 'zeen'"), ("dense", "of which rows travel")])
 def test_a_mistake_about_rows_in_shards_is_heard_by_all(rows: str, says: str) -> None:

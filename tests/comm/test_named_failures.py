@@ -30,6 +30,7 @@ from thinwire.gradients import synchronizer
 from thinwire.lab.testbed import launch
 from thinwire.lab.testbed.launch import RankContext, run_ranks
 from thinwire.outer import loop
+from versions import takes_tables
 
 pytestmark = pytest.mark.ranks
 
@@ -269,6 +270,7 @@ def _fails_with_rows_in_shards(context: RankContext, how: str) -> tuple[Heard, i
     return heard, len(dist.distributed_c10d._world.pg_map) - before
 
 
+@takes_tables
 @pytest.mark.parametrize("how", ["raises", "killed"])
 def test_a_rank_that_fails_is_named_where_rows_of_shards_are_looked_up(how: str) -> None:
     outcomes = run_ranks(_fails_with_rows_in_shards, how, world_size=2, timeout_seconds=90, check=False)

@@ -25,12 +25,10 @@ from thinwire.errors import LostPeerError, MismatchError
 from thinwire.gradients.sharded.tables import RowShards
 from thinwire.lab.testbed.launch import RankContext, run_ranks
 from thinwire.observe.step import ParameterRecords
+from versions import takes_tables
 
 pytestmark = pytest.mark.ranks
 WIDTH = 36
-takes_tables = pytest.mark.skipif(
-    torch.__version__.startswith("2.11."), reason="tables in shards stay with FSDP before torch 2.12"
-)
 
 
 class Network(nn.Module):

@@ -133,14 +133,14 @@ class Synchronizer(Attached):
         self._staging = staging_for(self._device)
         inner = group if self._sharding is None else self._sharding.dimension()
         self._all_names = [*self._names.values(), *([] if self._sharding is None else self._sharding.names())]
-        self._lane = self._inner = Lane(group, timeout, self._staging)
-        self._lanes = [self._lane]
-        if methods.tables is not None:
-            methods.tables.count(self._gradients.records)
-        self._passes = Passes(model, self._clock, excluded)
         self._compressed: CompressedSync | None = None
         self._execution: Execution | None = None
+        self._lane = self._inner = Lane(group, timeout, self._staging)
+        self._lanes = [self._lane]
         try:
+            if methods.tables is not None:
+                methods.tables.count(self._gradients.records)
+            self._passes = Passes(model, self._clock, excluded)
             self._make_lanes(group, inner, timeout)
             if methods.has(LOSSLESS) and self._inner.world_size > 1:
                 floats.require('dense="lossless"')

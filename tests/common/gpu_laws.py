@@ -356,10 +356,10 @@ def test_malformed_floats_are_refused_as_by_the_reference(device: torch.device, 
     refused = 0
     for number, values in enumerate(list(some_floats(1300, dtype).values())[:6]):
         message = float_codes.encode_floats(values).clone()
-        for trial in range(4):
-            changed = message[:-1] if trial == 1 else message.clone()
-            if trial >= 2:
-                place = int(torch.randint(0, changed.numel(), ())) % (40 if trial % 2 else changed.numel())
+        for trial in range(3):  # in Triton's interpreter one takes 6 s of processor
+            changed = message.clone() if trial else message[:-1]
+            if trial:
+                place = int(torch.randint(0, changed.numel(), ())) % (changed.numel() if trial % 2 else 40)
                 changed[place] ^= 1 << number % 8
             expected = values.new_zeros(1300)
             out = torch.full((1500,), 3.0, dtype=dtype, device=device)

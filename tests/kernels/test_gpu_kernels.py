@@ -18,7 +18,8 @@ pytest.importorskip("triton", reason="triton is missing, which `make test-kernel
 
 from gpu_laws import *  # noqa: F403
 
-pytestmark = pytest.mark.slow  # Triton's interpreter takes two minutes for them
+# Triton's interpreter takes 6 s of processor for 1,300 floats, which take minutes where others use it, too.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.fixture

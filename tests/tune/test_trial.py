@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 
 from thinwire.tune.trial import (
     CHECK_STEPS,
+    DECISIVE,
     ERROR,
     FIRST_REGRET,
+    FIRST_STEPS,
     LOOK_STEPS,
     REGRET_SHARE,
     RENT,
@@ -252,7 +254,7 @@ def test_what_was_learned_is_saved_and_restored(steps: list[tuple[float, bool]],
 
 def test_nothing_is_tried_before_stock_has_waited_for_what_a_trial_costs() -> None:
     setup_seconds = 1.5
-    for waited in (0.0, 0.01, 0.04, 0.3, 2.0):
+    for waited in (0.0, 0.01, 0.04, 0.3, 1.0):
         trial = Trial(arms(), setup_seconds)
         steps = play(trial, 400, lambda step, arm: 1.0, waited)
         before = steps.index(ROWS) if ROWS in steps else 400
@@ -261,6 +263,19 @@ def test_nothing_is_tried_before_stock_has_waited_for_what_a_trial_costs() -> No
         if ROWS in steps:
             assert RENT * total >= setup_seconds
             assert RENT * (total / 2 - waited) <= setup_seconds, "it is asked when the number of steps has doubled"
+
+
+@given(st.floats(1e-3, 5.0), st.floats(0.0, 1.0), st.floats(0.5, DECISIVE))
+def test_the_first_steps_take_at_most_a_twentieth_longer_than_those_of_stock(
+    stock: float, waits: float, slower: float
+) -> None:
+    trial, setup_seconds, spent = Trial(arms(), setup_seconds=1.5), 1.5, 0.0
+    for _ in range(FIRST_STEPS):
+        if trial.arm == ROWS:
+            spent += setup_seconds + (slower - 1.0) * stock
+            setup_seconds = 0.0
+        play(trial, 1, lambda step, arm: stock if arm == STOCK else slower * stock, waits * stock)
+    assert spent <= 0.05 * FIRST_STEPS * stock + 1e-9
 
 
 def test_a_rank_that_waits_for_a_slow_one_is_no_proof_of_a_slow_network() -> None:

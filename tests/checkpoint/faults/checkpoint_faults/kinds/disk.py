@@ -90,13 +90,17 @@ def all_of(checkpoints: list[Path]) -> None:
 
 
 def left_behind(directory: Path) -> Outcome:
-    """The hosts of a run come back after it went on from the disk, on others, which are lost by now."""
+    """The hosts of a run, which did not answer, come back after it went on from the disk, on others, lost by now."""
     with Hosts(directory) as hosts:
         job = _saved(hosts, directory)
+        for name in "ab":  # or their newer step would be read: the disk has the addresses of the run's holders
+            hosts.pause(name)
         hosts.start("cd")
         elsewhere = Job(hosts.sockets("cd"), steps=_STEPS + 3, storage=job.storage)
         went_on = restart(elsewhere)
         assert went_on.source == "disk", went_on
+        for name in "ab":
+            hosts.resume(name)
         back = restart(Job(job.sockets, steps=_STEPS + 3, storage=job.storage))
         assert back.step > went_on.step, "what the run has become elsewhere is lost"
         return back

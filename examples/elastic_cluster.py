@@ -34,7 +34,7 @@ from thinwire.lab.testbed import network
 from thinwire.lab.testbed.network import EmulatedNetwork, Link, enter_namespace
 
 _SOURCE = Path(network.__file__).resolve().parents[3]
-_PORT = 29400
+_PORT, _RUN_ID = 29400, "elastic"
 
 
 class ElasticCluster:
@@ -126,7 +126,7 @@ class ElasticCluster:
             "OMP_NUM_THREADS": "1",
         }
         command = [
-            sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=thinwire", "--rdzv-id=elastic",
+            sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=thinwire", f"--rdzv-id={_RUN_ID}",
             f"--rdzv-endpoint={','.join(endpoints)}", f"--nnodes={self._low}:{self.hosts}", "--nproc-per-node=1",
             f"--rdzv-conf=memory_budget=256MiB,step_timeout={self._step_timeout}", "--max-restarts=1000",
             f"--local-addr={self.address(host)}", *(["-m", MODULE] if self._warm else []),
@@ -221,7 +221,8 @@ class ElasticCluster:
         """Wait until the warm processes of all hosts that run have imported everything, those of standbys included."""
         running = [host for host, agent in self._agents.items() if agent.poll() is None and self._warm]
         for host in running:
-            path, deadline = f"{self.directory}/host{host}/holder.sock.warm", time.monotonic() + timeout
+            run = hashlib.sha256(_RUN_ID.encode()).hexdigest()[:5]  # as the names of all that is of one run
+            path, deadline = f"{self.directory}/host{host}/holder.sock.{run}", time.monotonic() + timeout
             while True:
                 with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
                     stranger.settimeout(timeout)

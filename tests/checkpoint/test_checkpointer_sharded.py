@@ -104,7 +104,7 @@ def restored_by_as_many(context: RankContext, sockets: list[str]) -> None:
 
 @pytest.mark.slow
 def test_as_many_ranks_restore_bitwise(sockets: list[str]) -> None:
-    run_ranks(restored_by_as_many, sockets, world_size=4, timeout_seconds=45)
+    run_ranks(restored_by_as_many, sockets, world_size=4, timeout_seconds=100)
 
 
 def restored_by_others(context: RankContext, sockets: list[str], directory: str, compress: str | None) -> None:
@@ -167,7 +167,7 @@ def inventory(socket: str) -> list[Version]:
 @pytest.mark.parametrize("compress", [pytest.param(None, marks=pytest.mark.slow), "lossless"])
 def test_another_number_of_ranks_restores(sockets: list[str], tmp_path: Path, compress: str | None) -> None:
     """Also what is coded; on the disk tensors are as they are."""
-    run_ranks(restored_by_others, sockets, str(tmp_path / "disk"), compress, world_size=4, timeout_seconds=45)
+    run_ranks(restored_by_others, sockets, str(tmp_path / "disk"), compress, world_size=4, timeout_seconds=100)
 
 
 def through_dcp(context: RankContext, sockets: list[str]) -> None:
@@ -207,7 +207,7 @@ def through_dcp(context: RankContext, sockets: list[str]) -> None:
 
 @pytest.mark.slow
 def test_dcp_saves_to_and_loads_from_the_memory_of_hosts(sockets: list[str]) -> None:
-    run_ranks(through_dcp, sockets, world_size=4, timeout_seconds=45)
+    run_ranks(through_dcp, sockets, world_size=4, timeout_seconds=100)
 
 
 def with_frozen_parts(context: RankContext, sockets: list[str], compress: str | None) -> None:
@@ -261,7 +261,7 @@ def with_frozen_parts(context: RankContext, sockets: list[str], compress: str | 
 @pytest.mark.slow
 @pytest.mark.parametrize("compress", [None, "lossless"])
 def test_what_does_not_change_is_not_sent(sockets: list[str], compress: str | None) -> None:
-    run_ranks(with_frozen_parts, sockets[::2], compress, world_size=2, timeout_seconds=45)
+    run_ranks(with_frozen_parts, sockets[::2], compress, world_size=2, timeout_seconds=100)
 
 
 @pytest.fixture

@@ -84,6 +84,11 @@ def active_ddp() -> DistributedDataParallel | None:
     return DistributedDataParallel._get_active_ddp_module()  # type: ignore[return-value]
 
 
+def set_comm_hooks(ddp: DistributedDataParallel, hooks: list[Any]) -> None:
+    """Let DDP keep its communication hooks in another list."""
+    ddp._comm_hooks = hooks
+
+
 def renew_reducer(ddp: DistributedDataParallel) -> None:
     """Give a DDP model a reducer that has never had a communication hook, as DDP does when it is read from a file."""
     ddp._comm_hooks.clear()

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable.replicate import replicate
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
@@ -716,3 +717,41 @@ def _another_number(context: RankContext, shared: Path) -> None:
 def test_each_rank_reads_the_file_that_it_wrote(tmp_path: Path) -> None:
     run_ranks(_file_each, tmp_path, world_size=3, timeout_seconds=60)
     run_ranks(_another_number, tmp_path, world_size=2, timeout_seconds=60)
+
+
+_seen: list[int] = []
+
+
+def _of_the_user(state, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations with types
+    _seen.append(bucket.index())
+    return allreduce_hook(state, bucket)
+
+
+def _registers_a_hook(context: RankContext, keeps: bool) -> bool:
+    """A hook of the user's while attached, and after detach; where DDP keeps ours, the model stays as it is."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Model(), gradient_as_bucket_view=keeps)
+    stock = DistributedDataParallel(copy.deepcopy(model.module), gradient_as_bucket_view=keeps)
+    sync = thinwire.attach(model, rows="zen")
+    with pytest.raises(ValueError, match="leave out register_comm_hook"):
+        model.register_comm_hook(None, _of_the_user)
+    train(model, context.rank, 1)
+    sync.detach()
+    if keeps:
+        with pytest.raises(ValueError, match=r"build DistributedDataParallel\(model\) again"):
+            model.register_comm_hook(None, _of_the_user)
+    else:
+        model.register_comm_hook(None, _of_the_user)
+    train(stock, context.rank, 1)
+    torch.testing.assert_close(train(model, context.rank), train(stock, context.rank))
+    copied = pickle.loads(pickle.dumps(model))
+    torch.testing.assert_close(train(copied, context.rank), train(copy.deepcopy(model), context.rank))
+    if keeps:
+        thinwire.attach(model, rows="zen").detach()
+    return bool(_seen)
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_after_detach_ddp_takes_a_hook_or_says_what_to_do(keeps: bool) -> None:
+    for outcome in run_ranks(_registers_a_hook, keeps, world_size=2, timeout_seconds=60):
+        assert outcome.value != keeps

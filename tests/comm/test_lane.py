@@ -198,6 +198,51 @@ def test_ranks_that_closed_lanes_in_different_orders_take_the_same_group() -> No
     assert taken == [[3, 5]] * 2
 
 
+def _ends_a_lane_otherwise(context: RankContext, how: str) -> tuple[list[list[float]] | str, bool]:
+    """Rank 1 leaves no idle group, for Ctrl-C in close, or sees that one as lost; what the next lane does."""
+    lane, store = Lane(dist.group.WORLD, MEET), default_store()
+    lane.submit(lambda lane: None).wait()
+    group, is_other = lane._own, context.rank == 1
+    assert group is not None
+    with pytest.MonkeyPatch.context() as patch:
+        if is_other and how == "interrupted":
+            patch.setattr(lane._thread, "is_alive", raising(KeyboardInterrupt()))
+            with pytest.raises(KeyboardInterrupt):
+                lane.close()
+        else:
+            lane.close()
+        dist.barrier()
+        if is_other and how == "seen as lost":
+            patch.setattr(group, "lost", lambda: store.wait(["rank 0 took it"], MEET) or {0})
+        met: list[list[float]] | str = ""
+        try:
+            lane = Lane(dist.group.WORLD, MEET)
+            store.set(f"rank {context.rank} took it", "")
+            met = lane.agree("rank", [float(context.rank)])
+        except ThinwireError as error:
+            met = type(error).__name__
+        lane.close()
+        store.set(f"rank {context.rank} is done", "")
+        store.wait(["rank 0 is done", "rank 1 is done"], MEET / 2)
+    return met, any(group is one for _, one in lane_module._idle_groups[dist.group.WORLD])  # type: ignore[index]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("how", "met", "is_kept"),
+    [
+        ("alike", [[0.0], [1.0]], True),
+        ("interrupted", [[0.0], [1.0]], False),
+        ("seen as lost", LostPeerError.__name__, False),
+    ],
+)
+def test_ranks_that_see_an_idle_group_differently_meet_in_another_or_raise_at_once(
+    how: str, met: object, is_kept: bool
+) -> None:
+    for outcome in run_ranks(_ends_a_lane_otherwise, how, world_size=2, timeout_seconds=60):
+        assert outcome.value == (met, is_kept)
+
+
 @pytest.mark.parametrize("size", [1 << 60, 0, -1])
 def test_a_length_that_no_rank_can_have_is_refused_before_memory_is_taken(
     size: int, monkeypatch: pytest.MonkeyPatch

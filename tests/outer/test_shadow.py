@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import gc
+import math
+import os
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from signal import SIGKILL
 from typing import Any
 
 import pytest
@@ -16,10 +20,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import thinwire
+from clocks import PATIENCE
 from thinwire import compress
+from thinwire.comm.lane import Lane
 from thinwire.errors import MismatchError, PeerError, ThinwireError
 from thinwire.lab.testbed.launch import RankContext, run_ranks
 from thinwire.outer import pace as paces
+from thinwire.outer.average import RoundReport
 from thinwire.outer.pace import RoundPace
 from thinwire.outer.shadow import ShadowRounds
 
@@ -425,3 +432,52 @@ def test_a_rank_is_lost_and_comes_back(tmp_path: Path) -> None:
     sums = [outcome.value[0] for outcome in outcomes]
     assert sums[0] == sums[1] == sums[2]
     assert all(outcome.value[1] for outcome in outcomes)
+
+
+def of_a_stuck_thread(context: RankContext, directory: str) -> tuple[int, int, bool, int]:
+    """Rank 1 is killed; rank 0 waits for it in a round that only comes back in the middle of a later one."""
+    store = dist.FileStore(f"{directory}/store", -1)  # type: ignore[attr-defined]
+    members = thinwire.outer.Members(store, context.rank, 2, timeout=timedelta(seconds=60))
+    training = Training(context, thinwire.outer.shadow_sync("easgd", min_ranks=1), process_group=members)
+    training.until_rounds(1)
+    if context.rank == 1:
+        os.kill(os.getpid(), SIGKILL)
+    averager, mean, wakes, stuck = training.rounds.averager, training.rounds.averager.mean, threading.Event(), []
+
+    def waits(lane: Lane, differences: dict[str, Tensor], *others: Any) -> RoundReport:
+        assert lane._own is not None
+        while not lane._own.lost():
+            threading.Event().wait(0.01)
+        stuck.append(threading.current_thread())
+        lane._waits._now[threading.get_ident()] = (1, -1, time.monotonic())  # Gloo may wake nobody
+        averager.mean = goes_on  # type: ignore[method-assign]
+        wakes.wait()
+        for difference in differences.values():
+            difference.fill_(math.nan)
+        return RoundReport((1.0, 1.0), (), (0, 0))
+
+    def goes_on(lane: Lane, *arguments: Any) -> RoundReport:
+        wakes.set()
+        stuck[0].join()
+        averager.mean = mean  # type: ignore[method-assign]
+        return mean(lane, *arguments)
+
+    averager.mean = waits  # type: ignore[method-assign]
+    while training.rounds.lane.world_size > 1:
+        training.step()
+    finished, landed = training.rounds._finished, training.rounds.landed
+    training.until_rounds(3)
+    training.sync.detach()
+    is_finite = all(bool(one.isfinite().all()) for one in training.model.parameters())
+    return training.rounds._finished - finished, training.rounds.landed - landed, is_finite, training.rounds.refusals
+
+
+@pytest.mark.slow
+def test_a_thread_that_is_stuck_in_a_lane_of_before_keeps_no_round_from_being_made(tmp_path: Path) -> None:
+    """Nor does it change a later one, or commit anything, when it comes back."""
+    alone = {"init_process_group": False, "check": False, "timeout_seconds": PATIENCE}
+    outcome = run_ranks(of_a_stuck_thread, str(tmp_path), world_size=2, **alone)[0]
+    assert outcome.value is not None, outcome.error
+    finished, landed, is_finite, refusals = outcome.value
+    assert (is_finite, refusals) == (True, 0)
+    assert landed == finished >= 3

@@ -560,15 +560,22 @@ class Lane:
             logger.exception("a watcher of the lane raised, and is not called any more")
 
     def close(self) -> None:
-        """Finish the queued jobs and release the thread and the group. Nothing can be submitted afterwards."""
-        self._jobs.put(None)
-        while (thread := self._thread).is_alive():  # another one takes over where this one waits for a lost peer
-            thread.join(LOOK_SECONDS)
-        parent = self._parent()
-        if parent is not None and self._group is not None and self._broken is None:
-            idle = _idle_groups.setdefault(parent, [])
-            idle += [(self._timeout, group) for group in (self._own, self._native) if group is not None]
-            self._own = self._native = None
+        """Finish the queued jobs and release the thread and the group. Nothing can be submitted afterwards.
+
+        The group is left for the next lane, or hung up if an interrupt comes: peers take one that they have as idle.
+        """
+        try:
+            self._jobs.put(None)
+            while (thread := self._thread).is_alive():  # another one takes over where this one waits for a lost peer
+                thread.join(LOOK_SECONDS)
+            parent = self._parent()
+            if parent is not None and self._group is not None and self._broken is None:
+                idle = _idle_groups.setdefault(parent, [])
+                idle += [(self._timeout, group) for group in (self._own, self._native) if group is not None]
+                self._own = self._native = None
+        except BaseException as error:
+            self.break_off(f"the end of a lane ended by {error!r}", error)
+            raise
         self._release()
 
     def abandon(self) -> None:

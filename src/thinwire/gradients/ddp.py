@@ -101,6 +101,10 @@ _TAKEN = (
     "this DDP model has a communication hook already, and DDP takes only one: leave out register_comm_hook or"
     " thinwire.attach"
 )
+_STAYS = (
+    "DDP takes only one communication hook, and keeps that of thinwire with static_graph, gradient_as_bucket_view or"
+    " mixed_precision: build DistributedDataParallel(model) again before register_comm_hook, or attach this one again"
+)
 _TAKEN_BY_TORCH = (
     "DDP(mixed_precision=...) has a communication hook of torch's own, which casts gradients back, and DDP takes only"
     " one: leave it out and train under torch autocast, whose gradients dense='lossless' sends in fewer bytes"
@@ -139,6 +143,27 @@ class _Dispatcher:
 _dispatchers: WeakKeyDictionary[DistributedDataParallel, _Dispatcher] = WeakKeyDictionary()
 
 
+class _Hooks(list[Any]):
+    """The hooks of a DDP model, to which it adds one before its reducer refuses a second."""
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        super().__init__(internals.comm_hooks(ddp))
+        self._ddp = weakref.ref(ddp)
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        return list, (list(self),)
+
+    def append(self, hook: Any) -> None:
+        """Add a hook in place of the idle one, on all ranks: to a reducer that has none, which DDP then takes it to."""
+        ddp = self._ddp()
+        if ddp is not None and (idle := _dispatchers.get(ddp)) is not None:
+            if idle.target is not None or idle.process_group != ddp.process_group:
+                raise ValueError(_TAKEN)
+            if not renew(ddp):
+                raise ValueError(_STAYS)
+        super().append(hook)
+
+
 def install(ddp: DistributedDataParallel, target: OnBucket) -> None:
     """Call ``target`` with every gradient bucket of ``ddp``, in the order that all ranks share.
 
@@ -152,6 +177,7 @@ def install(ddp: DistributedDataParallel, target: OnBucket) -> None:
         except RuntimeError as error:
             raise ValueError(f"{_taken(ddp)} ({str(error).splitlines()[0]})") from error
         _dispatchers[ddp] = dispatcher
+        internals.set_comm_hooks(ddp, _Hooks(ddp))
     if _dispatchers[ddp].target is not None:
         raise ValueError("thinwire is attached to this model already: call detach() on its Synchronizer first")
     _dispatchers[ddp].target = target

@@ -392,7 +392,8 @@ class Synchronizer(Attached):
     def detach(self) -> None:
         """Remove all hooks and release the lane, on all ranks; a DDP model is stock again. Safe to call twice.
 
-        A hook that DDP was given stays, and does what DDP does, until the model is attached again or built again.
+        A hook that DDP was given stays, and does what DDP does, until the model is attached or built again; where DDP
+        can give it up, it makes room for one that is registered.
         Between a forward and the end of its step, or of its accumulation, peers may wait for this rank: they raise.
         Inside of backward, which all ranks then do alike, what waits is still sent, and stock DDP does the rest.
         """

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from functools import reduce
 from operator import attrgetter, methodcaller
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -82,6 +82,11 @@ def divides_by_initial_world_size(ddp: DistributedDataParallel) -> bool:
 def active_ddp() -> DistributedDataParallel | None:
     """Return the DDP model whose forward runs."""
     return DistributedDataParallel._get_active_ddp_module()  # type: ignore[return-value]
+
+
+def set_comm_hooks(ddp: DistributedDataParallel, hooks: list[Any]) -> None:
+    """Let DDP keep its communication hooks in another list."""
+    ddp._comm_hooks = hooks
 
 
 def renew_reducer(ddp: DistributedDataParallel) -> None:
@@ -199,9 +204,16 @@ def gathers_again(state: Any, group: Any) -> bool:
     return group.post_forward_mesh_info is not None and not (state._is_root and state._auto_reshard_after_forward)
 
 
-def set_collectives(group: Any, all_gather: Any, reduce_scatter: Any) -> None:
-    """Let other objects gather the parameters of a group of FSDP's and reduce their gradients."""
+def set_collectives(
+    group: Any, all_gather: Any, reduce_scatter: Any, choose: Callable[..., NoReturn] | None = None
+) -> None:
+    """Let other objects gather the parameters of a group of FSDP's and reduce their gradients.
+
+    With ``choose`` FSDP calls that where it would put collectives of its own there, which allocate otherwise.
+    """
     group._all_gather_comm, group._reduce_scatter_comm = all_gather, reduce_scatter
+    for name in ("set_allocate_memory_from_process_group", "set_symm_mem"):
+        vars(group).pop(name, None) if choose is None else setattr(group, name, choose)
 
 
 def flattened(mesh: DeviceMesh) -> DeviceMesh:

@@ -187,6 +187,7 @@ class Averager:
         """
         tensors = [as_real(tensor) for tensor in (*differences.values(), *buffers)]
         limits = [LARGEST] * len(differences) + [math.inf] * len(buffers)
+        compressed = None if is_exact else self._compressed  # another one once a lane has taken over from this one
         channel = lane.channel(_subject(differences, buffers))
         with self.booking(lane, 3):
             mine = channel.attempt(lambda: [float(steps), float(not self._is_finite(tensors, limits)), float(flag)])
@@ -198,7 +199,6 @@ class Averager:
         _weigh(tensors, lane.world_size * report.weights[lane.rank] / report.total)
         self._average_tables(lane, differences)
         names = [name for name in differences if not self.is_table(name)]
-        compressed = None if is_exact else self._compressed
         coded = [name for name in names if compressed is not None and compressed.takes(name)]
         exact = [as_real(tensor) for tensor in (*(differences[one] for one in names if one not in coded), *buffers)]
         if coded:

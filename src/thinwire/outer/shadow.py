@@ -29,13 +29,11 @@ class RoundResult:
     Args:
         is_refused: whether its parameters were not finite.
         takes_part: whether it copied them for this round.
-        seen: its steps at the copy before.
     """
 
     report: RoundReport
     is_refused: bool
     takes_part: bool
-    seen: int
 
 
 class ShadowRounds(Rounds):
@@ -59,16 +57,17 @@ class ShadowRounds(Rounds):
                 " other: pass a longer timeout= to attach"
             )
         self._middle: RoundResult | None = None  # of the round whose means not all ranks may have
+        self._before: int | None = None  # steps of this rank at the copy before that of the round that is made
         self._is_over = False  # whether all ranks have ended
         self._names = self.anchors.trained(0)
-        self._copy, self._correction, self._difference = (
-            {name: torch.zeros_like(anchor) for name, (_, anchor) in self.anchors.pairs().items()} for _ in range(3)
-        )
+        self._copy, self._correction, self._difference = (self._zeros() for _ in range(3))
         self._is_waiting = False  # whether there is a correction that is not applied yet
         self._replaces = False  # whether it replaces the parameters, which were not finite
         self._is_stepping = False
         self._anchors_lock = threading.Lock()  # held while anchors are stepped, or read by training
         self._round_lock = threading.Lock()  # held for a round
+        self._entered = self.lane  # the one of whose rounds anything is kept
+        self._turn = threading.Lock()  # held while a round is kept or ends, or another lane takes over
         self._trained = self._staging.hand_over(())  # behind the last step
         self._copied = self._landed = self._swapped = self._trained.event  # behind the last of each
         self.pace = RoundPace(recipe.every_seconds, limit)
@@ -76,6 +75,13 @@ class ShadowRounds(Rounds):
     def meet_in(self, lane: Lane, members: Members | None) -> None:
         super().meet_in(lane, members)
         self._begin()
+
+    def enter(self, lane: Lane, roll: Roll) -> None:
+        with self._turn:
+            self._entered = lane
+            if self._round_lock.locked():  # by a thread that waits in the lane before, and may come back at any time
+                self._round_lock, self._difference = threading.Lock(), self._zeros()
+        super().enter(lane, roll)
 
     @property
     def steps(self) -> int:
@@ -148,15 +154,16 @@ class ShadowRounds(Rounds):
     @contextmanager
     def still(self) -> Iterator[None]:
         """Keep the state of this rank as it is between two rounds. Each rank may do so at another round."""
+        lock = self._round_lock
         with self._timed():
-            if not self._round_lock.acquire(timeout=self.lane.timeout_seconds):
+            if not lock.acquire(timeout=self.lane.timeout_seconds):
                 raise ThinwireError(f"a round did not end within {self.lane.timeout_seconds:g} s")
         try:
             _wait(self._landed)
             yield
         finally:
             self._trained = self._staging.hand_over(())
-            self._round_lock.release()
+            lock.release()
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
@@ -200,13 +207,13 @@ class ShadowRounds(Rounds):
 
     def round(self, lane: Lane) -> None:
         """Make one round, and submit the next one unless all ranks end, or one wants to be let in."""
-        lane.check("rounds in the background")  # a thread that is stuck in a broken lane may hold the lock
+        lane.check("rounds in the background")
         started, traffic = time.thread_time(), lane.exchange.traffic
         moved = traffic.sent_bytes + traffic.received_bytes
         with self._round_lock, torch.no_grad(), ExitStack() as stack:
             with self.pace.changed:
                 stack.enter_context(self._staging.taking(self._trained))
-                flag, before = ENDING * self.pace.is_ending, self.pace.seen
+                flag, self._before = ENDING * self.pace.is_ending, self.pace.seen
                 takes_part = not (self._is_stepping or self._is_swapped)
                 steps = self._take_copy() if takes_part else 0
             self._subtract(takes_part)
@@ -214,29 +221,44 @@ class ShadowRounds(Rounds):
             buffers = [self._difference[name] for name in self.anchors.buffers]
 
             def keep(report: RoundReport) -> None:
-                self._middle = RoundResult(report, lane.rank in report.refused, takes_part, before)
-                self._finished += 1
+                with self._in_turn(lane):
+                    self._middle = RoundResult(report, lane.rank in report.refused, takes_part)
+                    self._finished += 1
 
             try:
                 report = self._average(lane, parameters, steps, buffers, flag, keep)
             except Exception:
-                if self._middle is None:
-                    self.averager.finish_round(False)
-                    self.pace.seen = before
+                with self._in_turn(lane):
+                    if self._middle is None:
+                        self._take_back()
                 raise
-            self._commit()
+            with self._in_turn(lane):
+                self._commit()
         moved = traffic.sent_bytes + traffic.received_bytes - moved
         self.pace.end_round(time.thread_time() - started + BYTE_SECONDS * moved)
         self._is_over = all(flag & ENDING for flag in report.flags)
         if not (self._is_over or any(flag & ASKED for flag in report.flags)):
             self._begin()
 
+    @contextmanager
+    def _in_turn(self, lane: Lane) -> Iterator[None]:
+        """Keep or end a round of a lane, unless another one has taken over, which settled what this one left."""
+        with self._turn:
+            if lane is not self._entered:
+                raise ThinwireError("a round of a lane before came back")
+            yield
+
     def _settle(self, done: int) -> None:
         if self._middle is not None and self._finished <= done:
             self._commit()
-        elif self._middle is not None:
+        else:
+            self._take_back()
+
+    def _take_back(self) -> None:
+        """Leave a round that was not completed as if it had not begun."""
+        if self._before is not None:
             self.averager.finish_round(False)
-            self.pace.seen, self._middle = self._middle.seen, None
+            self.pace.seen, self._before, self._middle = self._before, None, None
 
     def _passed_on(self, done: int) -> dict[str, Any]:
         return {**self.anchors.state_dict(), "rounds": self.landed}
@@ -251,7 +273,7 @@ class ShadowRounds(Rounds):
         """Step the anchors by the means that all ranks have, and leave the correction."""
         assert self._middle is not None, "a round was made"
         report, is_refused, takes_part = self._middle.report, self._middle.is_refused, self._middle.takes_part
-        self._middle = None
+        self._middle = self._before = None
         self.averager.finish_round(True)
         if report.total:
             with self._anchors_lock:
@@ -305,6 +327,9 @@ class ShadowRounds(Rounds):
         self.anchors.replace()
         self._is_waiting = self._replaces = False
         self._trained = self._staging.hand_over(())
+
+    def _zeros(self) -> dict[str, Tensor]:
+        return {name: torch.zeros_like(anchor) for name, (_, anchor) in self.anchors.pairs().items()}
 
     def _pairs(self) -> dict[str, tuple[Tensor, Tensor]]:
         """Return what rounds average, with its anchors."""

@@ -191,3 +191,21 @@ def test_what_fsdp_reduces_after_all_passes_is_averaged_with_it(ignores: bool) -
 def test_a_stage_of_a_pipeline_is_averaged_after_its_last_micro_batch(ignores: bool) -> None:
     """Which FSDP reduces outside of backward: its tables over replicas, and what it ignores, once drifted apart."""
     _run(pipelined, "", ignores, [{}])
+
+
+def _chooses_allocators(context: RankContext) -> None:
+    model = sharded(init_device_mesh("cpu", (context.world_size,)))
+    sync = thinwire.attach(model, dense=thinwire.compress.bf16())
+    with pytest.raises(ValueError, match=r"before thinwire\.attach"):
+        model.set_allocate_memory_from_process_group_for_comm(False)
+    model(batch(0)).sum().backward()
+    sync.detach()
+    model.set_allocate_memory_from_process_group_for_comm(False)
+    model(batch(1)).sum().backward()
+
+
+@pytest.mark.skipif(
+    not hasattr(FSDPModule, "set_allocate_memory_from_process_group_for_comm"), reason="torch has no such setting"
+)
+def test_who_allocates_for_collectives_is_chosen_before_attach_or_after_detach() -> None:
+    run_ranks(_chooses_allocators, world_size=2, timeout_seconds=60)

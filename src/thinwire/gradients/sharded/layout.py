@@ -20,7 +20,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -366,7 +366,8 @@ class ShardedHooks(ParameterHooks):
                 info.replicate_process_group = Replicas(self._replicas, partial(self._average, unit))
             elif own is not None and ((one is sharding and compresses) or own.has_lossless):
                 scatter = Scatter(scatter, partial(self._scatter, unit, own, scatter))
-            internals.set_collectives(unit.group, gather, scatter)
+            is_stock = (gather, scatter) == internals.collectives_of(unit.group)
+            internals.set_collectives(unit.group, gather, scatter, None if is_stock else _refuse_to_choose)
         if self._lane.rank == 0:
             if compresses and sharding.others:
                 names = ", ".join(shard.name for one in sharding.others for unit in one.units for shard in unit.shards)
@@ -582,6 +583,13 @@ class Scatter:
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
         self._reduce(output_tensor, input_tensor, group, op)
+
+
+def _refuse_to_choose(*unused: object) -> NoReturn:
+    raise ValueError(
+        "thinwire has its own collectives in this model: choose who allocates for FSDP's, as by"
+        " set_allocate_memory_from_process_group_for_comm(), before thinwire.attach"
+    )
 
 
 class Through:

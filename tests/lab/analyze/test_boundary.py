@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from thinwire.lab.analyze.trials import StepClock
-from thinwire.lab.planning.ready import WARM_STEPS, StepBoundary, StepWatch, typical
+from thinwire.lab.planning.ready import WARM_STEPS, OptimizerBoundary, StepWatch, typical
 
 STEPS = WARM_STEPS + 3
 
@@ -122,7 +122,7 @@ def test_a_step_is_what_lies_between_two_steps_of_the_optimizer(case: Any, monke
     times = watch.close()
     assert watch.num_steps == STEPS
     assert watch.counts == counts
-    assert watch.optimizer == ("SGD" if script.optimizers else "")
+    assert watch.optimizers == (["SGD"] if script.optimizers else [])
     for moments in times.tolist()[:-1]:  # to the next step
         parameters: tuple[Any, ...] = tuple(watch.names)
         step = typical(moments, parameters)
@@ -154,19 +154,18 @@ def test_the_rest_is_what_accumulated_batches_take(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.fixture
-def quiet() -> Iterator[list[StepBoundary]]:
-    made: list[StepBoundary] = []
+def quiet() -> Iterator[list[OptimizerBoundary]]:
+    made: list[OptimizerBoundary] = []
     yield made
     for boundary in made:
         boundary.close()
 
 
 @pytest.mark.few(3)
-def test_the_clock_of_a_trial_ticks_once_a_step(case: Any, quiet: list[StepBoundary]) -> None:
-    train, script, _ = case
-    clock = StepClock(lambda seconds: 0.1)
+def test_the_clock_of_a_trial_ticks_once_a_step(case: Any) -> None:
+    train, script, (_, synchronizations) = case
+    clock = StepClock(lambda seconds: 0.1, synchronizations=synchronizations)
     clock.watch(script.model)
-    quiet.append(clock.boundary)  # type: ignore[arg-type]
     clock.boundary._synchronizes = lambda: script.synchronizes  # type: ignore[union-attr]
     script.synchronizes = True
     for _ in range(6):
@@ -175,9 +174,57 @@ def test_the_clock_of_a_trial_ticks_once_a_step(case: Any, quiet: list[StepBound
     assert len(clock.moments) == 6, "and the seventh begins with the next forward"
 
 
-def test_optimizers_of_other_models_end_no_step(quiet: list[StepBoundary]) -> None:
+def test_the_clock_of_a_trial_ticks_on_a_rank_that_skips_a_step_by_hand() -> None:
+    """A loss that is not finite on one rank: the others, which step, count as many steps and send as many messages."""
+    script = Script()
+    clock = StepClock(lambda seconds: 0.1)
+    clock.watch(script.model)
+    for step in range(6):
+        script.backward(script.forward())
+        if step % 3 != 1:
+            script.step()
+    assert len(clock.moments) == 6
+
+
+def test_a_step_that_one_rank_skips_by_hand_is_one_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients are local while a script is measured: a norm that is not finite on one rank is that on no other."""
+    script, said = Script(), []
+    others = iter([True] * 20)
+
+    def vote(ends: bool) -> bool:
+        said.append(ends)
+        return ends or next(others)
+
+    monkeypatch.setattr("thinwire.observe.step.time.perf_counter", lambda: script.now)
+    watch = StepWatch(script.model, dict(script.model.named_parameters()), lambda: None, vote=vote)
+    for step in range(STEPS):
+        script.backward(script.forward())
+        if step % 3 != 1 and step != STEPS - 1:
+            script.step()
+    watch.close()
+    assert said == [step % 3 != 1 and step != STEPS - 1 for step in range(STEPS)], "once a backward, on every rank"
+    assert watch.num_steps == STEPS
+    assert watch.counts == (1, 1)
+
+
+def test_what_a_vote_takes_is_no_part_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = Script()
+
+    def vote(ends: bool) -> bool:
+        script.wait(100.0)  # for the slowest rank
+        return ends
+
+    monkeypatch.setattr("thinwire.observe.step.time.perf_counter", lambda: script.now)
+    watch = StepWatch(script.model, dict(script.model.named_parameters()), lambda: None, vote=vote)
+    for _ in range(STEPS):
+        two_backwards(script)
+    step = typical(watch.close()[0].tolist(), tuple(watch.names))  # type: ignore[arg-type]
+    assert step.forward_seconds + 2 * sum(step.backward_seconds) + step.rest_seconds == pytest.approx(6.5)
+
+
+def test_optimizers_of_other_models_end_no_step(quiet: list[OptimizerBoundary]) -> None:
     ours, other = nn.Linear(2, 1), nn.Linear(2, 1)
-    boundary = StepBoundary(ours.parameters())
+    boundary = OptimizerBoundary(ours.parameters())
     quiet.append(boundary)
     optimizer, others = torch.optim.Adam(ours.parameters()), torch.optim.SGD(other.parameters())
     begun = []
@@ -191,11 +238,11 @@ def test_optimizers_of_other_models_end_no_step(quiet: list[StepBoundary]) -> No
     assert boundary.optimizers == ["Adam"]
 
 
-def test_an_optimizer_step_without_a_synchronized_backward_ends_no_step(quiet: list[StepBoundary]) -> None:
+def test_an_optimizer_step_without_a_synchronized_backward_ends_no_step(quiet: list[OptimizerBoundary]) -> None:
     """Ranks that train apart for some steps: a step sends once."""
     model = nn.Linear(2, 1)
     synchronizes = iter([False, False, True] * 3)
-    boundary = StepBoundary(model.parameters(), lambda: next(synchronizes))
+    boundary = OptimizerBoundary(model.parameters(), lambda: next(synchronizes))
     quiet.append(boundary)
     optimizer = torch.optim.SGD(model.parameters())
     begun = []
@@ -211,7 +258,7 @@ def test_a_step_that_a_scaler_skips_ends_a_step_on_every_rank() -> None:
     begun = []
     for values in ([1.0, math.inf, 1.0, math.inf], [1.0, 1.0, 1.0, 1.0]):
         model = nn.Linear(2, 1)
-        boundary = StepBoundary(model.parameters())
+        boundary = OptimizerBoundary(model.parameters())
         optimizer, scaler = torch.optim.SGD(model.parameters()), torch.amp.GradScaler("cpu")
         for value in values:
             begun.append(boundary.forward())
@@ -220,16 +267,16 @@ def test_a_step_that_a_scaler_skips_ends_a_step_on_every_rank() -> None:
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
-        assert boundary.is_over
+        assert boundary.ends()
         assert boundary.optimizers == ["SGD"]
         boundary.close()
     assert begun == [True] * 8
     assert torch.amp.GradScaler.step.__module__.startswith("torch"), "as it was"
 
 
-def test_an_optimizer_that_never_steps_is_not_waited_for_for_ever(quiet: list[StepBoundary]) -> None:
+def test_an_optimizer_that_never_steps_is_not_waited_for_for_ever(quiet: list[OptimizerBoundary]) -> None:
     model = nn.Linear(2, 1)
-    boundary = StepBoundary(model.parameters())
+    boundary = OptimizerBoundary(model.parameters())
     quiet.append(boundary)
     optimizer = torch.optim.SGD(model.parameters())
     begun = 0

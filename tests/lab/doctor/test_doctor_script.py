@@ -309,6 +309,31 @@ def test_a_step_of_accumulated_batches_is_one_step_measured_and_tried() -> None:
     assert row.measured_step_seconds > 0.04
 
 
+@pytest.mark.timeout(240)
+def test_a_script_that_skips_steps_by_hand_on_one_rank_is_measured_and_tried() -> None:
+    """A loss or a norm that is not finite there, without a GradScaler; ranks send buffers before each forward."""
+    skipping = """
+    import torch, torch.distributed as dist
+    from torch import nn
+
+    dist.init_process_group("gloo")
+    net = nn.Sequential(nn.Linear(64, 300), nn.BatchNorm1d(300), nn.Linear(300, 10))
+    model = nn.parallel.DistributedDataParallel(net)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(90):
+        model(torch.randn(8, 64)).square().mean().backward()
+        if dist.get_rank() != 0:
+            optimizer.step()
+        optimizer.zero_grad()
+    """
+    measurement = measured(skipping)
+    assert (measurement.passes, measurement.synchronizations) == (1, 1)
+    assert measurement.optimizer == "SGD", "of all ranks"
+    stock = price_options(measurement, ())[0]
+    (row,) = try_script(Path("train.py"), [], [(stock, Advice(STOCK, attaches=False))], measurement, None)
+    assert row.measured_step_seconds, row.failure
+
+
 @pytest.mark.timeout(120)
 def test_a_way_that_fails_is_reported_and_the_others_are_tried() -> None:
     measurement = measured(DENSE, ["--steps", "100"])

@@ -67,6 +67,7 @@ class StepRecorder(ScriptWatcher):
                 self._tables,
                 samples=False,
                 synchronizes=lambda: model.require_backward_grad_sync,
+                vote=lambda ends: self._largest("the end of a step", ends) > 0,
             )
             self._watch, self._hook = watch, Unsynchronized(model.module, self.leave_out, watch.take)
             self._site = replace(find_site(), follows_plans=follows_plans(model))
@@ -122,10 +123,14 @@ class StepRecorder(ScriptWatcher):
 
     def _agreed_steps(self) -> int:
         """Return how many steps are timed at most: a few where the last one was long on some rank."""
+        lasted = self._largest("a step", time.perf_counter() - self._began)
+        return FEW_STEPS if lasted > LONG_SECONDS else self.how.steps
+
+    def _largest(self, what: str, number: float) -> float:
+        """Return the largest of the numbers of all ranks; a collective call."""
         assert self._lane is not None
-        lasted = time.perf_counter() - self._began
-        ranks = self._lane.submit(lambda lane: gather_numbers(lane.exchange, "a step", [lasted])).wait()
-        return FEW_STEPS if max(seconds for (seconds,) in ranks) > LONG_SECONDS else self.how.steps
+        ranks = self._lane.submit(lambda lane: gather_numbers(lane.exchange, what, [number])).wait()
+        return max(number for (number,) in ranks)
 
 
 class Unsynchronized:

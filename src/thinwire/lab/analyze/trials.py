@@ -92,7 +92,7 @@ def try_script(
 
     def train(advice: Advice, predicted: float) -> list[list[float]]:
         where = {"world_size": measurement.world_size, "network": network}
-        return run_on_ranks(_try_rank, str(script), list(arguments), advice, **where)
+        return run_on_ranks(_try_rank, str(script), list(arguments), advice, measurement.synchronizations, **where)
 
     return try_each(train, advised, measurement, on_stage, deadline)
 
@@ -238,12 +238,14 @@ def silence() -> None:
         os.dup2(nowhere.fileno(), 2)
 
 
-def _try_rank(context: RankContext, script: str, arguments: list[str], advice: Advice) -> list[float]:
+def _try_rank(
+    context: RankContext, script: str, arguments: list[str], advice: Advice, synchronizations: int
+) -> list[float]:
     """Train on one rank; return the seconds of its steps."""
     os.environ.update(torchrun_environment(context))
     silence()  # the script has said it all when it was measured
     ended = partial(leaving_on_error, context.leave, script)
-    clock = StepClock(ended(slowest), lambda: context.leave(clock.seconds))
+    clock = StepClock(ended(slowest), lambda: context.leave(clock.seconds), synchronizations)
     with raised_by_script(script), harmless(), without_attach(), _advised(advice, clock, ended):
         run_as_main(script, arguments)
     clock.close()
@@ -253,12 +255,13 @@ def _try_rank(context: RankContext, script: str, arguments: list[str], advice: A
 class StepClock:
     """A clock that notes when each training step of a model begins, and ends the script after enough of them.
 
-    `StepBoundary` says where a step begins. How many are enough depends on how long the second one lasts on the slowest
-    rank.
+    A step has as many synchronized backwards as when the script was measured, so it ends on all ranks at once, even if
+    one skips its optimizer's step. How many are enough depends on how long the second one lasts on the slowest rank.
 
     Args:
         slowest: returns the seconds of the slowest rank, given the seconds of this rank; all ranks call it.
         on_enough: ends the script.
+        synchronizations: synchronized backwards of a step.
 
     Example:
         >>> clock, model = StepClock(lambda seconds: 2.0), nn.Linear(2, 1)
@@ -269,13 +272,18 @@ class StepClock:
         (5, 2, 2)
     """
 
-    def __init__(self, slowest: Callable[[float], float], on_enough: Callable[[], object] = sys.exit) -> None:
+    def __init__(
+        self,
+        slowest: Callable[[float], float],
+        on_enough: Callable[[], object] = sys.exit,
+        synchronizations: int = 1,
+    ) -> None:
         self.moments: list[float] = []
         self.warm = WARM_STEPS
         self.synchronizer: Synchronizer | None = None
         self.boundary: StepBoundary | None = None
         self._steps = WARM_STEPS + MOST_STEPS
-        self._slowest, self._on_enough = slowest, on_enough
+        self._slowest, self._on_enough, self._synchronizations = slowest, on_enough, synchronizations
 
     def seconds(self) -> list[float]:
         """Return the seconds of the steps that count."""
@@ -285,20 +293,19 @@ class StepClock:
 
     def watch(self, model: nn.Module) -> None:
         """Watch a model; only the first counts."""
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        boundary = self.boundary = StepBoundary(trained, lambda: getattr(model, "require_backward_grad_sync", True))
+        synchronizes = lambda: getattr(model, "require_backward_grad_sync", True)  # noqa: E731
+        boundary = self.boundary = StepBoundary(synchronizes, self._synchronizations)
 
         def after_gradient(_: torch.Tensor) -> None:
             boundary.gradient()
 
-        for parameter in trained:
-            parameter.register_post_accumulate_grad_hook(after_gradient)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(after_gradient)
         model.register_forward_pre_hook(self._before_forward)
 
     def close(self) -> None:
         """End the synchronization, if the script has left its process group to us."""
-        if self.boundary is not None:
-            self.boundary.close()
         if self.synchronizer is not None:
             with contextlib.suppress(Exception):
                 self.synchronizer.detach()

@@ -142,58 +142,42 @@ class Ready:
 
 
 class StepBoundary:
-    """A watcher that says of each forward whether it begins a step.
+    """A watcher that says of each forward whether it begins a step, by the number of synchronized backwards.
 
-    A step is what lies between two steps of the model's optimizer. torch calls one global hook after each
-    ``Optimizer.step``: also after those that Accelerate, Lightning or a GradScaler wraps. One that a GradScaler skips
-    is a step too: while gradients are local, it skips on some ranks what others make. So accumulation, several forwards
-    and several backwards a step need no rules of their own. Forwards alone cannot tell: a contrastive training has two
-    a step. Nor can synchronized backwards: GradCache has many.
-    Where no torch optimizer has the model's parameters, a step ends with each synchronized backward, and with an
-    optimizer no step ends before one: ranks that step alone have not synchronized yet.
+    All ranks have these alike, and it does not matter which of them an optimizer follows: `OptimizerBoundary` learns
+    their number.
 
     Args:
-        parameters: the model's trained parameters.
         synchronizes: returns whether the backward of a forward that begins now is synchronized; False under
             ``no_sync()``.
-
-    Attributes:
-        optimizers: types of the optimizers that stepped these parameters, sorted.
+        every: synchronized backwards of a step.
 
     Example:
-        >>> boundary = StepBoundary([])
+        >>> boundary = StepBoundary(lambda: True, every=2)
         >>> def micro_batch():
         ...     begins = boundary.forward()
         ...     _ = boundary.gradient()
         ...     return begins
-        >>> micro_batch(), micro_batch()
-        (True, True)
-        >>> boundary.close()
+        >>> micro_batch(), micro_batch(), micro_batch()
+        (True, False, True)
     """
 
-    def __init__(self, parameters: Iterable[Tensor], synchronizes: Callable[[], bool] = lambda: True) -> None:
-        self.optimizers: list[str] = []
-        self._ids = {id(parameter) for parameter in parameters}
-        self._synchronizes = synchronizes
+    def __init__(self, synchronizes: Callable[[], bool], every: int = 1) -> None:
+        self._synchronizes, self._every = synchronizes, every
         self._is_first = True
         self._has_gradient = False  # since the last forward
         self._will_synchronize = False  # DDP prepares for it in any forward since the last backward
-        self._synchronized, self._stepped = 0, False  # since the step began
-        self._waits: bool | None = None  # for an optimizer's step; None if it is not known yet
-        self._handle = register_optimizer_step_post_hook(self._after_optimizer)
-        self._scaled = mock.patch.object(torch.amp.GradScaler, "step", self._noting(torch.amp.GradScaler.step))
-        self._scaled.start()
+        self._synchronized = 0  # since the step began
 
-    @property
-    def is_over(self) -> bool:
-        """Whether the step is complete, so that the next forward begins another one."""
-        return self._synchronized > 0 and (self._stepped or not self._waits_for_optimizer())
+    def ends(self) -> bool:
+        """Return whether the step is complete, so that the next forward begins another one."""
+        return self._synchronized >= self._every
 
     def forward(self) -> bool:
         """Note that a forward for training begins, and return whether it begins a step."""
-        begins = self._is_first or self.is_over
+        begins = self._is_first or self.ends()
         if begins:
-            self._is_first, self._synchronized, self._stepped = False, 0, False
+            self._is_first, self._synchronized = False, 0
         self._will_synchronize = self._synchronizes() or (self._will_synchronize and not self._has_gradient)
         self._has_gradient = False
         return begins
@@ -204,6 +188,52 @@ class StepBoundary:
             self._synchronized += 1
         self._has_gradient = True
         return self._will_synchronize
+
+
+class OptimizerBoundary(StepBoundary):
+    """A `StepBoundary` by the steps of the model's optimizer: a step is what lies between two of them.
+
+    torch calls one global hook after each ``Optimizer.step``: also after those that Accelerate, Lightning or a
+    GradScaler wraps; one that a GradScaler skips is a step too. So accumulation, several forwards and several backwards
+    a step need no rules of their own. Forwards alone cannot tell: a contrastive training has two a step. Nor can
+    synchronized backwards: GradCache has many.
+    While gradients are local, a script may skip on one rank what it makes on others, as where its norm is not finite.
+    So ranks vote after each synchronized backward, and a step of any of them is one of all.
+    Where no torch optimizer has the model's parameters, a step ends with each synchronized backward, and with an
+    optimizer no step ends before one: ranks that step alone have not synchronized yet.
+
+    Args:
+        parameters: the model's trained parameters.
+        synchronizes: see `StepBoundary`.
+        vote: returns whether any rank says yes, given what this one says; all ranks call it.
+
+    Attributes:
+        optimizers: types of the optimizers that stepped these parameters, sorted.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[Tensor],
+        synchronizes: Callable[[], bool] = lambda: True,
+        vote: Callable[[bool], bool] = lambda ends: ends,
+    ) -> None:
+        super().__init__(synchronizes)
+        self.optimizers: list[str] = []
+        self._ids = {id(parameter) for parameter in parameters}
+        self._vote = vote
+        self._stepped = False  # since the step began
+        self._waits: bool | None = None  # for an optimizer's step; None if it is not known yet
+        self._handle = register_optimizer_step_post_hook(self._after_optimizer)
+        self._scaled = mock.patch.object(torch.amp.GradScaler, "step", self._noting(torch.amp.GradScaler.step))
+        self._scaled.start()
+
+    def ends(self) -> bool:
+        """Return whether the step is complete on any rank; all ranks call it after each synchronized backward."""
+        if not (self._synchronized and self._has_gradient):
+            return False
+        ends = self._vote(self._stepped or not self._waits_for_optimizer())
+        self._stepped = self._stepped and not ends
+        return ends
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -245,7 +275,7 @@ def living(*types: type) -> list[Any]:
 
 
 class StepWatch:
-    """A stopwatch of training steps, by hooks on the model until `close`; `StepBoundary` says where one ends.
+    """A stopwatch of training steps, by hooks on the model until `close`; `OptimizerBoundary` says where one ends.
 
     Args:
         module: the model that trains; with DDP the module inside, or the DDP model itself with its module's names.
@@ -255,6 +285,7 @@ class StepWatch:
         samples: whether to sample the other gradients meanwhile; if not, `take` is for somebody who knows better when
             they are synchronized.
         synchronizes: see `StepBoundary`.
+        vote: see `OptimizerBoundary`.
 
     Example:
         >>> module = nn.Linear(2, 1)
@@ -273,6 +304,7 @@ class StepWatch:
         tables: Collection[str] = (),
         samples: bool = True,
         synchronizes: Callable[[], bool] = lambda: True,
+        vote: Callable[[bool], bool] = lambda ends: ends,
     ) -> None:
         self.names = tuple(trained)
         self.rows: list[dict[str, Tensor]] = [{} for _ in range(WARM_STEPS)]
@@ -286,7 +318,7 @@ class StepWatch:
         self._begin = begin
         self._clock = DeviceClock(next((tensor.device for tensor in trained.values()), torch.device("cpu")))
         self._is_step = False
-        self._boundary = StepBoundary(trained.values(), synchronizes)
+        self._boundary = OptimizerBoundary(trained.values(), synchronizes, vote)
         self._pass_synchronizes = False
         self._passes: list[tuple[StepTimes, bool]] = []
         self._steps: list[list[float]] = []
@@ -312,9 +344,9 @@ class StepWatch:
         return statistics.median_low(passes), statistics.median_low(synchronized)
 
     @property
-    def optimizer(self) -> str:
-        """Types of the optimizers that stepped the model; empty if none of torch's did."""
-        return " + ".join(self._boundary.optimizers)
+    def optimizers(self) -> list[str]:
+        """Types of the optimizers that stepped the model on this rank; empty if none of torch's did."""
+        return self._boundary.optimizers
 
     def take(self, name: str, gradient: Tensor | None) -> None:
         """Sample a gradient as it is synchronized, while steps warm up, or until there is a sample."""
@@ -323,7 +355,7 @@ class StepWatch:
             self.sample.take(name, gradient)
 
     def close(self) -> Tensor:
-        """End the last step now, if it is complete, and remove the hooks.
+        """End the last step now, if it is complete, and remove the hooks; a collective call, as `vote` is.
 
         Returns:
             float64 [steps, 2 + parameters], without the first `WARM_STEPS`: seconds from the start of a step to the end
@@ -331,7 +363,8 @@ class StepWatch:
             backward: forwards of all such backwards are added, moments of gradients are means over them, and of the
             rest of the step all but one of the backwards are taken away.
         """
-        if self._boundary.is_over:
+        self._end_pass()
+        if self._boundary.ends():
             self._end_step()
         self._boundary.close()
         for handle in self._handles:
@@ -341,13 +374,14 @@ class StepWatch:
     def _before_forward(self, module: nn.Module, args: tuple[object, ...]) -> None:
         if not (module.training and torch.is_grad_enabled()):
             return
+        if has_gradients := self._clock.has_gradients:
+            self._end_pass()
         if self._boundary.forward():
             self._end_step()
             self._begin()
             self._is_step = True
             self._clock.begin()
-        elif self._clock.has_gradients:
-            self._end_pass()
+        elif has_gradients:
             self._clock.begin()
 
     def _after_forward(self, module: nn.Module, args: tuple[object, ...], output: object) -> None:
@@ -376,7 +410,6 @@ class StepWatch:
     def _end_step(self) -> None:
         """Record the step that ends; a forward without backward is no step."""
         was_step, self._is_step = self._is_step, False
-        self._end_pass()
         passes, self._passes = [(times, synchronizes) for times, synchronizes in self._passes if times.ready], []
         synchronized = [times for times, synchronizes in passes if synchronizes]
         if not (was_step and synchronized):

@@ -6,14 +6,14 @@ import platform
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from thinwire import __version__, kernels
-from thinwire.comm.agree import broadcast_json, gather_numbers
+from thinwire.comm.agree import broadcast_json, gather_json, gather_numbers
 from thinwire.comm.lane import Group, Lane
 from thinwire.compress.base import Parameter
 from thinwire.gradients.tables import tables_of
@@ -101,8 +101,10 @@ def finish(
         tables: names of the embedding tables among them.
     """
     times = watch.close()
+    names = lane.submit(lambda lane: gather_json(lane.exchange, "optimizers", watch.optimizers)).wait()
+    optimizer = " + ".join(sorted(set(chain(*names))))  # of all ranks: one may have skipped every step
     if how.compressors is None:
-        how = replace(how, compressors=defaults(watch.optimizer))
+        how = replace(how, compressors=defaults(optimizer))
     parameters = tuple(Parameter(name, tuple(tensor.shape), tensor.dtype) for name, tensor in trained.items())
     device = next((tensor.device for tensor in trained.values()), torch.device("cpu"))
     everything: Ready = lane.submit(lambda lane: agree(lane.exchange, times, parameters)).wait()
@@ -129,7 +131,7 @@ def finish(
         dense_codes=codes,
         passes=passes,
         synchronizations=synchronizations,
-        optimizer=watch.optimizer,
+        optimizer=optimizer,
         device=device.type,
         environment={**versions, "link": how.link},
         created=datetime.now(UTC).isoformat(timespec="seconds"),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,10 +19,13 @@ from loopback import LoopbackExchange, run_ranks
 from thinwire import compress
 from thinwire.comm.process_group import Staging
 from thinwire.compress.assign import Dense
+from thinwire.errors import MismatchError
 from thinwire.observe.step import ParameterRecords
 from thinwire.outer import OuterRecipe, diloco, shadow_sync
 from thinwire.outer.anchors import Anchors
 from thinwire.outer.average import Averager, Entry
+from thinwire.outer.loop import _floating_buffers, _untrained
+from thinwire.outer.members import Roll
 from thinwire.outer.shadow import ShadowRounds
 from thinwire.outer.stepped import SteppedRounds
 from threaded import LoopbackLane
@@ -319,5 +324,35 @@ def test_a_fragment_lands_before_it_is_launched_again() -> None:
         # at 4 the anchor goes to 2 and the parameters from 4 to 3, which differ by 1: at 6 they are 3, and 5 goes to 4
         assert torch.equal(rank.anchor, torch.full((64, 64), 3.0))
         assert torch.equal(rank.value, torch.full((64, 64), 4.0))
+
+    on_ranks(run)
+
+
+@pytest.mark.parametrize("kind", ["unfrozen", "frozen again", "other buffer", "finite buffer"])
+def test_a_newcomer_takes_what_others_have_unfrozen_and_what_it_cannot_take_is_refused_on_all(kind: str) -> None:
+    def run(network: LoopbackExchange) -> None:
+        recipe, is_new = diloco(every=4), network.rank == 1
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        model.register_buffer("mask", torch.zeros(3 if is_new and kind == "other buffer" else 2, dtype=torch.int64))
+        model.register_buffer("least", torch.tensor([0.0 if is_new and kind == "finite buffer" else float("-inf")]))
+        model[1].requires_grad_(kind == "frozen again" and is_new)
+        named, lane = dict(model.named_parameters()), Lane(network)
+        entries = [Entry(name, entry, False) for name, entry in named.items()]
+        averager = Averager(lane, entries, "native", "auto", ParameterRecords())  # type: ignore[arg-type]
+        buffers, untrained = (partial(one, weakref.ref(model), frozenset()) for one in (_floating_buffers, _untrained))
+        rounds: Any = SteppedRounds(recipe, Anchors(named, recipe, buffers), averager, lane, Staging(), "", untrained)
+        if kind == "unfrozen" and not is_new:
+            model[1].requires_grad_(True)
+            rounds.before_step()
+        roll = Roll(0, frozenset({1}), 0, True)
+        if kind != "unfrozen":
+            name = {"frozen again": r"1\.bias", "other buffer": "mask", "finite buffer": "least"}[kind]
+            with pytest.raises(MismatchError, match=f"{name} is missing, frozen"):
+                rounds.enter(lane, roll)
+            return
+        rounds.enter(lane, roll)
+        assert rounds.anchors.trained(0) == list(named)
+        mine = torch.cat([entry.detach().reshape(-1) for entry in named.values()]).tolist()
+        assert len({tuple(one) for one in lane.agree("parameters", mine)}) == 1
 
     on_ranks(run)

@@ -15,6 +15,7 @@ from thinwire.errors import MismatchError, ThinwireError
 from thinwire.outer.members import Roll
 from thinwire.reproducible import Steps
 from thinwire.reproducible.digests import digest, of_state
+from thinwire.reproducible.steps import ElasticStep
 from threaded import LoopbackLane
 
 COUNT = 6
@@ -123,7 +124,8 @@ def test_other_parameters_are_found_in_a_checked_step() -> None:
         assert "or other parameters, than rank 0" in str(error)
 
 
-def test_a_rank_that_was_given_up_ends_its_step_with_zeros() -> None:
+@pytest.mark.parametrize("meetings", [1, 2], ids=["let in", "let in by a generation that failed, and again"])
+def test_a_rank_that_was_given_up_ends_its_step_with_zeros(meetings: int) -> None:
     """And takes the state of a peer once more before the next, because its script steps the optimizer in between."""
 
     def make(rank: int) -> Steps:
@@ -134,14 +136,20 @@ def test_a_rank_that_was_given_up_ends_its_step_with_zeros() -> None:
             steps._states[0].step()
         return steps
 
+    step_of: dict[int, ElasticStep] = {}
+
     def meet(steps: Steps, lane: LoopbackLane) -> Steps:
-        steps._enter(lane, Roll(0, frozenset([1]), 0, True))
+        step_of[lane.rank] = ElasticStep(steps)
+        for _ in range(meetings):
+            steps._enter(lane, Roll(0, frozenset([1]), 0, True))
         return steps
 
     there, back = on_two(make, meet)
     assert there._given is None
     assert back._given is not None
     assert back.number == 5
+    assert step_of[1].number == 1, "its script saves by this number"
+    assert not step_of[1].is_made
     back._meet = lambda error: None
     back._gradients.deliver_zeros()
     assert all(not entry.grad.any() for entry in back._model.parameters())

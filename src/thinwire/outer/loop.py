@@ -308,7 +308,7 @@ class StepHook:
         self.rounds = rounds
         self._parameters = list(parameters.values())
         self._handles: list[RemovableHandle] = []
-        self.dense_bytes = 0
+        self.dense_bytes = self._refusals = 0
         self._is_empty = self._is_loaded = False
 
     @property
@@ -338,6 +338,7 @@ class StepHook:
             except ValueError as error:  # ranks that go on are told
                 self.rounds.lane.break_off(f"rank {self.rounds.lane.global_rank}: {error}", error)
                 raise
+        self._mend(optimizer)  # of rounds that ended between two steps
         self.rounds.before_step()
 
     def _on_load(self, *unused: object) -> None:
@@ -347,12 +348,20 @@ class StepHook:
     def _after(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         if self._is_empty or is_skipped(optimizer):
             return
-        refusals = self.rounds.refusals
         with torch.no_grad():
             self.rounds.after_step()
-        if self.rounds.refusals > refusals:
-            _mend(optimizer)
+        self._mend(optimizer)
         self._count_dense()
+
+    def _mend(self, optimizer: torch.optim.Optimizer) -> None:
+        """Forget moments that are not finite: from anchors they would lead to parameters that are not, again."""
+        if self._refusals == self.rounds.refusals:
+            return
+        self._refusals = self.rounds.refusals
+        for state in optimizer.state.values():
+            for tensor in state.values():
+                if isinstance(tensor, Tensor) and tensor.is_floating_point():
+                    tensor.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
     def _count_dense(self) -> None:
         """Count what stock DDP would have sent in this step, if all ranks have as many rows of sparse gradients."""
@@ -373,14 +382,6 @@ def _is_empty(optimizer: torch.optim.Optimizer) -> bool:
     gradients = [entry.grad for group in optimizer.param_groups for entry in group["params"] if entry.requires_grad]
     is_still = not any(float(group.get("lr", 1.0)) for group in optimizer.param_groups)
     return is_still and all(one is not None and not one.is_sparse and not local_of(one).any() for one in gradients)
-
-
-def _mend(optimizer: torch.optim.Optimizer) -> None:
-    """Forget moments that are not finite: from anchors they would lead to parameters that are not, again."""
-    for state in optimizer.state.values():
-        for tensor in state.values():
-            if isinstance(tensor, Tensor) and tensor.is_floating_point():
-                tensor.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def _floating_buffers(module: weakref.ref[nn.Module], excluded: Container[str]) -> dict[str, Tensor]:

@@ -22,6 +22,7 @@ ENDING = 1
 """Flag of a rank that wants rounds to end, which they do once all ranks have it."""
 ASKED = 2
 """Flag of a rank that knows of a process that waits to be let in."""
+FITS = "new ranks can take it"
 
 T = TypeVar("T")
 
@@ -147,11 +148,21 @@ class Rounds(ABC):
         is_source = lane.rank == roll.source
         mine = {**self._passed_on(roll.done), "untrained": self._untrained()} if is_source else {}
         state = hand_over(lane, roll, mine)
+        lane.channel(Subject("state of new ranks", self._misfit(state) if is_new else FITS)).open()
         if is_new:
-            self.anchors.check_state(state)
-            for name, tensor in self._untrained().items():
-                tensor.detach().copy_(state["untrained"][name])
+            untrained = self._untrained()
+            for name in untrained.keys() & state["untrained"].keys():
+                untrained[name].detach().copy_(state["untrained"][name])
             self._take(state, roll.began)
+
+    def _misfit(self, state: Mapping[str, Any]) -> str:
+        """Return what this rank, a new one, cannot take of the state of another; all have to learn it at once."""
+        mine, given = self.anchors.state_dict(), {**state["untrained"], **state["anchors"]}
+        wrong = mine["anchors"].keys() - state["anchors"].keys() | mine["buffers"].keys() ^ state["buffers"].keys()
+        for name, tensor in {**self._untrained(), **mine["anchors"]}.items():
+            if name not in given or given[name].shape != tensor.shape:
+                wrong.add(name)
+        return f"{min(wrong)} is missing, frozen, not finite or of another shape on one side only" if wrong else FITS
 
     @abstractmethod
     def _settle(self, done: int) -> None:

@@ -214,6 +214,7 @@ class SteppedRounds(Rounds):
         if flight not in self._flights:
             return  # this rank was left out, and has gone on from what others have
         self._flights.remove(flight)
+        self.refusals += flight.is_refused  # counted here: until it lands, steps fill moments with NaN
         weight = 1.0 if flight.is_plain or flight.is_refused else mix
         if flight.counts:
             self.anchors.step(flight.fragment, flight.differences, flight.is_plain)
@@ -256,7 +257,6 @@ class SteppedRounds(Rounds):
         """Record the means of a flight."""
         flight.future, flight.flags, flight.counts = None, report.flags, report.total > 0
         flight.is_refused = self.lane.rank in report.refused
-        self.refusals += flight.is_refused
         flight.differences, flight.buffers = flight.means[0], _chosen(flight.means[1], moved)
         self.ranks = report.ranks or self.ranks
 

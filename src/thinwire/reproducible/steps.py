@@ -47,15 +47,15 @@ class Stateful(Protocol):
 
 
 class ElasticStep:
-    """One step of `Steps`: iterate over it for the micro-batches of this rank, once."""
+    """One step of `Steps`: iterate over it for the micro-batches of this rank, once. ``number`` counts from 0."""
 
     def __init__(self, steps: Steps) -> None:
-        self._steps = steps
+        self._steps, self.number = steps, steps.number
 
     @property
-    def number(self) -> int:
-        """Number of the step, from 0."""
-        return self._steps.number
+    def is_made(self) -> bool:
+        """Whether ``.grad`` is the mean: not so where others gave this rank up, whose model is no checkpoint then."""
+        return self._steps._is_complete
 
     def __iter__(self) -> Iterator[int]:
         return self._steps._indices()
@@ -246,9 +246,8 @@ class Steps:
                 state = self._state(target) if lane.rank == there[0] else {}
                 found = hand_over(lane, Roll(there[0], roll.new, target), state)
                 if is_new:
-                    given = (
-                        copy.deepcopy(found) if self._is_begun else None
-                    )  # optimizers keep the tensors that they load
+                    was_begun = self._is_begun or self._given is not None  # by a generation that failed before this one
+                    given = copy.deepcopy(found) if was_begun else None  # optimizers keep the tensors that they load
                     self._take(found)
                     self._given = given
                 self._compare(lane, [*there, *roll.new])

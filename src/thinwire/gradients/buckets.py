@@ -110,10 +110,10 @@ class Sums:
         if self.compressed is not None:
             self.compressed.finish_step()
 
-    def commit(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note that an optimizer is about to make the step for which gradients were summed."""
+    def commit(self, optimizer: torch.optim.Optimizer, names: Iterable[str]) -> None:
+        """Note that an optimizer is about to make the step for which gradients of these parameters were summed."""
         if self.compressed is not None:
-            self.compressed.commit(optimizer)
+            self.compressed.commit(optimizer, names)
 
     def listen(self, listener: Callable[[Phase, float, float], None] | None) -> None:
         """Call ``listener`` with each phase of a sum, its start and its end; None ends that."""

@@ -104,26 +104,27 @@ class Memories:
         return state
 
     def finish_pass(self, is_kept: bool, is_over: bool = True) -> None:
-        """End a pass; restore the memories before the step unless it is kept.
+        """End a pass, and restore the memories before the step unless it is kept.
 
         Args:
-            is_over: whether the step ends too. Else the memories before it are there until `commit`.
+            is_over: whether the step ends too. Else the memories before it are there until `commit` or `settle`.
         """
-        if not is_kept:
-            self._undo()
-        elif is_over:
-            self.commit()
+        if is_over:
+            if not is_kept:
+                self._undo()
+            self._before_step = {}
         if self._flush_left > 0:
             self._flush_left -= 1
             if self._flush_left == 0:
                 self._renew()
 
-    def commit(self) -> None:
-        """Note that the optimizer makes the step: what was sent for it is used."""
-        self._before_step = {}
+    def commit(self, names: Iterable[str]) -> None:
+        """Note that an optimizer makes the step of these parameters: what was sent for them is used."""
+        for name in names:
+            self._before_step.pop(name, None)
 
     def settle(self) -> None:
-        """Restore the memories before a step that the scaler has skipped since: it has lowered its scale then."""
+        """Restore the memories before a step that the scaler had optimizers skip: it has lowered its scale then."""
         if self._get_scale is not None:
             scale, before = self._get_scale(), self._scale
             self._scale = scale
@@ -432,16 +433,16 @@ class CompressedSync:
     def finish_step(self, is_kept: bool = True) -> None:
         """End a pass. If it is not kept, or was not finite, memories are restored to those before the step.
 
-        With a scaler a step ends when an optimizer makes it, see `Memories.commit`, or the scaler skips it.
+        With a scaler a step ends for each optimizer when that makes it, see `Memories.commit`, or the scaler skips it.
         """
         self.statistics.nonfinite_steps += not self._is_finite
         self.memories.finish_pass(self._is_finite and is_kept, is_over=self._scaler is None)
         self._is_finite = True
 
-    def commit(self, optimizer: torch.optim.Optimizer) -> None:
+    def commit(self, optimizer: torch.optim.Optimizer, names: Iterable[str]) -> None:
         """Note that an optimizer is about to step. Only with a scaler is it asked whether it skips: a GPU waits."""
         if self._scaler is not None and not is_skipped(optimizer):
-            self.memories.commit()
+            self.memories.commit(names)
 
     def stats(self) -> dict[str, float]:
         """Return the ``compress/`` entries of `Synchronizer.stats`."""

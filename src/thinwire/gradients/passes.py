@@ -141,7 +141,7 @@ class Structure:
     def __init__(self, model: nn.Module, excluded: Container[str] = ()) -> None:
         self._model, self._excluded = weakref.ref(model), excluded
         trained = model.named_parameters() if is_sharded(model) else synchronized_parameters(model, excluded)
-        self._known = {id(parameter): parameter for _, parameter in trained}
+        self._known = {id(parameter): (parameter, name) for name, parameter in trained}
         self._is_functional = False
         self._note()
 
@@ -161,6 +161,11 @@ class Structure:
     def __contains__(self, parameter: Tensor) -> bool:
         return id(parameter) in self._known
 
+    def names(self, optimizer: Optimizer) -> list[str]:
+        """Return the names of the parameters that are an optimizer's."""
+        its = (id(parameter) for group in optimizer.param_groups for parameter in group["params"])
+        return [self._known[key][1] for key in its if key in self._known]
+
     def _note(self) -> None:
         model = self._model()
         assert model is not None
@@ -172,7 +177,7 @@ class Structure:
         own = [registry for module in fluid for registry in (module._parameters, module._modules)]
         self._entries = [(registry, name, value) for registry in own for name, value in registry.items()]
         self._sizes = [(registry, len(registry)) for registry in (*own, *(m._forward_pre_hooks for m in modules[:1]))]
-        self._kept = [(entry, entry.dtype, entry.device) for entry in self._known.values()] if modules else []
+        self._kept = [(entry, entry.dtype, entry.device) for entry, _ in self._known.values()] if modules else []
 
     def _explain(self) -> None:
         """Raise for the first change that matters, and note the others."""
@@ -379,7 +384,7 @@ class Passes:
         return bool(self._handles)
 
     def watch(
-        self, plug: Plug, guard: Guard, finish: Callable[[bool], None], commit: Callable[[Optimizer], None]
+        self, plug: Plug, guard: Guard, finish: Callable[[bool], None], commit: Callable[[Optimizer, list[str]], None]
     ) -> None:
         """Register hooks on the forward.
 
@@ -388,7 +393,7 @@ class Passes:
             guard: what breaks off when a pass fails.
             finish: called at the end of each backward pass in which `begin` was called, with whether that is a step:
                 under DDP re-entrant checkpointing ends several for one forward, of which the first counts.
-            commit: called with an optimizer of this model that is about to step.
+            commit: called with an optimizer that is about to step, and the names of its parameters of this model.
         """
         self._plug, self._guard, self._finish, self._commit = plug, guard, finish, commit
         model = self._model()
@@ -507,11 +512,10 @@ class Passes:
         if self._is_ddp and self.is_midway and not self.is_local and graph_task() >= 0 and self._trains(optimizer):
             raise ThinwireError(EARLY_STEP.format(f"{type(optimizer).__name__} steps in a hook of backward"))
         last, self._used[optimizer] = self._used.get(optimizer, 0), self._finished
-        groups: list[dict[str, Any]] = optimizer.param_groups
-        if any(parameter in self._structure for group in groups for parameter in group["params"]):
+        if names := self._structure.names(optimizer):
             self.optimizer_steps += self._taken != self._finished
             self._taken = self._finished
-            self._commit(optimizer)
+            self._commit(optimizer, names)
         if last != self._finished or self.is_local or self.backward.is_running or self._has_warned:
             return
         if all(float(group.get("lr", 1.0)) == 0.0 for group in optimizer.param_groups) or not self._trains(optimizer):

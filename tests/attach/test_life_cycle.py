@@ -608,6 +608,35 @@ def test_one_file_has_the_memories_of_all_ranks(tmp_path: Path) -> None:
     run_ranks(_fewer_ranks, path, world_size=2, timeout_seconds=60)
 
 
+def _one_refuses(context: RankContext) -> None:
+    model = DistributedDataParallel(nn.Linear(64, 64))
+    attachment = Attachment(model, "", dense=thinwire.compress.top_k(0.2))
+    sync = attachment.synchronizer
+
+    def fails(*_: object) -> None:
+        raise MemoryError
+
+    alone = sync.state_dict()
+    with pytest.raises(ValueError, match="rank 0: no states of all ranks in it"):
+        attachment.load_state_dict(alone if context.rank == 0 else {})
+    with pytest.raises(ValueError, match="rank 0: "):
+        attachment.load_state_dict({"ranks": [torch.zeros(3, dtype=torch.uint8)]} if context.rank == 0 else {})
+    saved = attachment.state_dict()
+    with pytest.MonkeyPatch.context() as patch:
+        if context.rank == 1:
+            patch.setattr(sync._compressed.memories, "state_dict", fails)
+        with pytest.raises(ThinwireError, match="rank 1: MemoryError"):
+            attachment.state_dict()
+        with pytest.raises(ValueError, match="rank 1: MemoryError"):
+            attachment.load_state_dict(saved)
+    attachment.load_state_dict(saved)
+    attachment.detach()
+
+
+def test_whatever_one_rank_raises_over_states_is_heard_by_all() -> None:
+    run_ranks(_one_refuses, world_size=2, timeout_seconds=60)
+
+
 # --- a file for each rank
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from loopback import LoopbackExchange, run_ranks
 from thinwire import compress
@@ -78,7 +78,7 @@ class Job:
         others = [gradient for name, gradient in gradients.items() if name not in self.sync.plans]
         self.sync.synchronize(self.lane, named, others)
         self.sync.finish_step()
-        self.sync.memories.commit()
+        self.sync.memories.commit(self.sync.plans)
         for record in self.records.values():
             record.finish_step()
         return gradients
@@ -258,19 +258,53 @@ def test_a_step_that_overflowed_leaves_all_memories_as_they_were() -> None:
     """Of two buckets one was finite and went out; the scaler skips the step, so it must come again."""
 
     def run(network: LoopbackExchange) -> None:
-        job = Job(network, compress.top_k(0.1), scaler=Scaler())
+        scaler = Scaler()
+        job = Job(network, compress.top_k(0.1), scaler=scaler)
         job.step(job.gradients(0, 1024.0))
         before = copied(job.sync.memories.state_dict()["states"])
-        gradients = job.gradients(1, 1024.0)
-        job.sync.synchronize(job.lane, [("b.weight", gradients["b.weight"])], [])
-        if network.rank == 0:
-            gradients["a.weight"][0, 0] = float("inf")
-        job.sync.synchronize(job.lane, [("a.weight", gradients["a.weight"])], [])
-        assert not same(before, job.sync.memories.state_dict()["states"])
-        job.sync.finish_step()
+        overflow_in_second(job)
+        assert not same(before, job.sync.memories.states)
+        scaler.scale = 512.0
         assert same(before, job.sync.memories.state_dict()["states"])
 
     run_ranks_without_result(2, run)
+
+
+def overflow_in_second(job: Job) -> dict[str, Tensor]:
+    """Average the gradients of a step in two jobs, of which only the first is finite."""
+    means = job.gradients(1, 1024.0)
+    if job.network.rank == 0:
+        means["a.weight"][0, 0] = float("inf")
+    for name in ("b.weight", "a.weight"):
+        job.sync.synchronize(job.lane, [(name, means[name])], [])
+    job.sync.finish_step()
+    return means
+
+
+def test_what_one_of_two_optimizers_applied_in_a_step_that_overflowed_is_sent_once() -> None:
+    """A scaler has only those skip the step whose own gradients are not finite."""
+
+    def run(network: LoopbackExchange) -> tuple[Tensor, Tensor]:
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        job = Job(network, compress.top_k(0.1), scaler=scaler)
+        scaler.scale(torch.zeros(()))  # which makes its scale
+        weights = {name: nn.Parameter(torch.zeros(plan.parameter.shape)) for name, plan in job.sync.plans.items()}
+        optimizers = {name: torch.optim.SGD([weight], lr=1.0) for name, weight in weights.items()}
+        for name, optimizer in optimizers.items():
+            optimizer.register_step_pre_hook(lambda optimizer, *_, name=name: job.sync.commit(optimizer, [name]))
+        for name, mean in overflow_in_second(job).items():
+            if name in weights:
+                weights[name].grad = mean
+                scaler.step(optimizers[name])
+        scaler.update()
+        assert not weights["a.weight"].any(), "its optimizer is skipped"
+        kept = job.sync.memories.state_dict()["states"]
+        assert not kept["a.weight"]["error"].any()
+        return weights["b.weight"].detach(), kept["b.weight"]["error"]
+
+    gradients = on_ranks(2, lambda network: Job(network, Identity()).gradients(1)["b.weight"])
+    (applied, one), (_, other) = on_ranks(2, run)
+    torch.testing.assert_close((one + other) / 2 - applied, sum(gradients) / 2)
 
 
 def test_a_step_that_is_skipped_for_another_gradient_leaves_all_memories_as_they_were() -> None:

@@ -145,3 +145,57 @@ def test_what_was_applied_and_what_is_kept_is_what_was_given(way: str) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_no_compressor_loses_anything(way: str) -> None:
     run_ranks(_conserves, way, taken(way, list(FEEDBACK)), 10, world_size=2)
+
+
+class WithTable(Apart):
+    """Also a table, whose gradient is multiplied by a factor."""
+
+    factor = 1.0
+
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__(names)
+        self.table = nn.Embedding(5000, 4, sparse=True)
+
+    def forward(self, gradients: Mapping[str, Tensor]) -> Tensor:
+        rows = self.table(torch.arange(8))
+        rows.register_hook(lambda gradient: gradient * self.factor)
+        return super().forward(gradients) + rows.sum()
+
+
+def _conserves_with_a_scaler(context: RankContext) -> None:
+    """Of two optimizers one is skipped, for a table that overflows; both sent what was finite."""
+    module = WithTable(["apart", "beside"])
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    compressor = thinwire.compress.top_k(0.1)
+    model = ddp(module)
+    sync = thinwire.attach(model, dense={"apart": compressor, "beside": compressor}, grad_scaler=scaler)
+    of_both = {"apart": [module.apart], "beside": [module.beside, module.table.weight]}
+    optimizers = {name: torch.optim.SGD(parameters, lr=0.0) for name, parameters in of_both.items()}
+    gradients: dict[str, Tensor] = {}
+    used: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in optimizers}
+
+    def before_step(name: str) -> None:
+        used[name].append((gradients[name], module.get_parameter(name).grad.clone()))
+
+    for name, optimizer in optimizers.items():
+        optimizer.register_step_pre_hook(lambda *_, name=name: before_step(name))
+    draw = torch.Generator().manual_seed(context.rank)
+    for module.factor in (1.0, float("inf"), 1.0):
+        gradients.update({name: torch.randn(SHAPE, generator=draw) for name in optimizers})
+        module.zero_grad()
+        scaler.scale(model(gradients)).backward()
+        for optimizer in optimizers.values():
+            scaler.step(optimizer)
+        scaler.update()
+    assert [len(each) for each in used.values()] == [3, 2]
+    states = sync.state_dict()["compress"]["states"]
+    sync.detach()
+    for name, pairs in used.items():
+        given_, applied = (torch.stack(each).sum(0) for each in zip(*pairs, strict=True))
+        both = torch.stack([given_, states[name]["error"]])
+        dist.all_reduce(both)
+        torch.testing.assert_close(applied + both[1] / 2, both[0] / 2, msg=name)
+
+
+def test_of_two_optimizers_of_which_a_scaler_skips_one_each_keeps_what_it_did_not_apply() -> None:
+    run_ranks(_conserves_with_a_scaler, world_size=2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -29,11 +29,18 @@ class Output:
     loss: Tensor
 
 
+@dataclass(slots=True)
+class Slots:
+    loss: Tensor
+    unset: Tensor = field(init=False)
+
+
 OUTPUTS = {
     "tensor": lambda loss: loss,
     "tuple": lambda loss: (1, loss),
     "dict": lambda loss: {"parts": [loss], "step": 3},
     "dataclass": lambda loss: Output("found", loss),
+    "dataclass with slots": Slots,
 }
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -394,7 +394,7 @@ def tensors_of(value: object) -> Iterator[Tensor]:
         for entry in value:
             yield from tensors_of(entry)
     elif is_dataclass(value) and not isinstance(value, type):
-        yield from tensors_of(vars(value))
+        yield from tensors_of([getattr(value, entry.name, None) for entry in fields(value)])
 
 
 def _bare_tables(module: nn.Module) -> list[nn.Parameter]:

@@ -9,7 +9,7 @@ import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,8 @@ from thinwire.gradients.exact import GradientSync
 from thinwire.gradients.steps.dense import DenseChoice
 from thinwire.gradients.steps.execution import Execution
 from thinwire.rows.formats import Format, Kind
+
+T = TypeVar("T")
 
 
 class Gathered:
@@ -42,8 +44,13 @@ class Gathered:
         self._global_ranks: Sequence[int] = ()  # of the last gather, for messages
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of all ranks on rank 0, which writes them, and none on the others. All ranks call it."""
-        received = self._swapped([packed(self._save())])
+        """Return the states of all ranks on rank 0, which writes them, and none on the others. All ranks call it.
+
+        Raises:
+            ThinwireError: a rank could not make its state; on all ranks.
+        """
+        mine = self._together("packing states", lambda: packed(self._save()), ThinwireError)
+        received = self._swapped([mine])
         return {"ranks": received if self._lane.rank == 0 else []}
 
     def of_rank_0(self, state: dict[str, Any]) -> dict[str, Any]:
@@ -54,17 +61,9 @@ class Gathered:
         Raises:
             ValueError: as `load_state_dict`, on all ranks.
         """
-        parts: list[Tensor] = []
-        error = ""
-        if self._lane.rank == 0 and state:
-            try:
-                parts = self._for_each_rank(state["ranks"])
-            except ValueError as refused:
-                error = str(refused)
-        is_there, error = self._gather("whether rank 0 has states", [bool(state), error])[0]
-        if error:
-            raise ValueError(error)
-        if not is_there:
+        has_states = self._lane.rank == 0 and bool(state)
+        parts = self._together("reading states", lambda: self._for_each_rank(state) if has_states else [])
+        if not self._gather("whether rank 0 has states", has_states)[0]:
             return {}
         received = self._swapped(parts)
         return {"ranks": [received[0] if rank == self._lane.rank else None for rank in range(self._lane.world_size)]}
@@ -78,7 +77,7 @@ class Gathered:
         Raises:
             ValueError: as `thinwire.Synchronizer.load_state_dict`; or a state that another rank than 0 wrote.
         """
-        self._load(unpacked(self._for_each_rank(state["ranks"])[self._lane.rank]))
+        self._load(unpacked(self._for_each_rank(state)[self._lane.rank]))
 
     def save_files(self, folder: str | Path) -> None:
         """Write the state of each rank to a file of its own, such as ``thinwire-00003.pt``. All ranks call it.
@@ -162,46 +161,60 @@ class Gathered:
 
     def _restore(self, load: Callable[[], None]) -> None:
         """Load on all ranks, or on none."""
-        before, error = copy.deepcopy(self._save()), ""
-        try:
+        loaded: list[dict[str, Any]] = []  # over the state that was there before
+
+        def attempt() -> None:
+            before = copy.deepcopy(self._save())
             load()
-        except Exception as refused:  # whatever a state of another version raises: others wait for this rank's word
-            error = str(refused) or type(refused).__name__
+            loaded.append(before)
+
         try:
-            self._raise_first("restoring states", error, ValueError)
+            self._together("restoring states", attempt)
         except ValueError:
-            if not error:
+            for before in loaded:
                 self._load(before)
             raise
 
     def _all_files(self, folder: str | Path | None, saved_by: int, mark: int) -> list[Tensor]:
         """Return on rank 0 the states that another number of ranks wrote."""
-        states, error = [], ""
-        if self._lane.rank == 0:
+
+        def read() -> list[Tensor]:
             try:
                 saved = [_read(Path(str(folder)) / file_name(rank, self._number), rank) for rank in range(saved_by)]
                 if not all(one is not None and one["mark"] == mark for one in saved):
                     raise ValueError("not all of them are there")
-                states = [packed(one["state"]) for one in saved if one is not None]
+                return [packed(one["state"]) for one in saved if one is not None]
             except Exception as failure:
-                error = (
+                raise ValueError(
                     f"{saved_by} ranks saved this checkpoint, and there are {self._lane.world_size} now: rank"
                     f" {self._global_ranks[0]} needs thinwire-*.pt of all {saved_by} in {folder}: {failure}"
-                )
-        self._raise_first("reading states", error, ValueError)
-        return states
+                ) from failure
 
-    def _for_each_rank(self, ranks: Sequence[Tensor]) -> list[Tensor]:
+        return self._together("reading states", lambda: read() if self._lane.rank == 0 else [])
+
+    def _for_each_rank(self, state: Mapping[str, Any]) -> list[Tensor]:
         """Return the states for this number of ranks, from those that any number of ranks saved."""
-        world_size = self._lane.world_size
+        world_size, ranks = self._lane.world_size, state.get("ranks")
         if not ranks:
-            raise ValueError("no states in it: rank 0 writes the states of all, and this is what another rank wrote")
+            raise ValueError(
+                "no states of all ranks in it: rank 0 writes them, and this is what one rank has for itself"
+            )
         if len(ranks) == world_size:
             return list(ranks)
         states = [unpacked(entry) for entry in ranks]
         parts = [state.get("averager", state) for state in states]  # that of an outer loop is a part
         each = parts[:1] * world_size if parts[0]["compress"] is None else redistribute(parts, world_size)
         return [packed({**states[0], "averager": part} if "averager" in states[0] else part) for part in each]
+
+    def _together(self, what: str, make: Callable[[], T], kind: type[Exception] = ValueError) -> T:
+        """Return what ``make`` returns; whatever it raises on one rank, for whose word the others wait, all raise."""
+        made, error = [], ""
+        try:
+            made = [make()]
+        except Exception as failure:
+            error = str(failure) or type(failure).__name__
+        self._raise_first(what, error, kind)
+        return made[0]
 
     def _raise_first(self, what: str, error: str, kind: type[Exception]) -> None:
         """Raise the error of the first rank that has one, on all ranks."""

@@ -569,24 +569,37 @@ def test_a_model_that_nobody_needs_is_freed_and_its_lane_ends() -> None:
     run_ranks(_freed, world_size=2, timeout_seconds=60)
 
 
-def _evaluation(context: RankContext) -> None:
+def _evaluation(context: RankContext, recipe: OuterRecipe) -> None:
     model = made()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    sync = attached(model, local_sgd(every=10), optimizer)
+    sync = attached(model, recipe, optimizer)
     with sync.global_parameters(), pytest.raises(ThinwireError, match="inside of global_parameters"):
         step(model, optimizer, context.rank, 0)
     step(model, optimizer, context.rank, 0)
+    own, state = parameters(model), copy.deepcopy(sync.state_dict())
     if context.rank == 0:  # not a collective call
         with sync.global_parameters():
             assert torch.is_grad_enabled()
-            saved = copy.deepcopy(model.state_dict())
+            saved = parameters(model)
+            with sync.global_parameters():  # as in a trainer that saves within a validation
+                pass
+            assert not torch.equal(parameters(model), own)
+            for name, call in (
+                ("a step", lambda: step(model, optimizer, 0, 1)),
+                ("synchronize", sync.synchronize),
+                ("load_state_dict", lambda: sync.load_state_dict(state)),
+                ("detach", sync.detach),
+            ):
+                with pytest.raises(ThinwireError, match=rf"^{name}\S* inside of global_parameters"):
+                    call()
+        assert not torch.equal(saved, own)
+        assert torch.equal(parameters(model), own), "its own parameters are back"
     sync.detach()
-    if context.rank == 0:
-        assert not torch.equal(saved["table.weight"], model.table.weight)
 
 
-def test_anchors_for_evaluation_need_no_other_rank() -> None:
-    run_ranks(_evaluation, world_size=2, timeout_seconds=60)
+@pytest.mark.parametrize("recipe", [local_sgd(every=10), shadow_sync("average")], ids=["stepped", "background"])
+def test_anchors_for_evaluation_need_no_other_rank(recipe: OuterRecipe) -> None:
+    run_ranks(_evaluation, recipe, world_size=2, timeout_seconds=60)
 
 
 def _gathered(context: RankContext) -> None:

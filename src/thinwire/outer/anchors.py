@@ -177,6 +177,10 @@ class Anchors:
         for local, anchor in self.pairs().values():
             local.copy_(anchor)
 
+    @property
+    def are_swapped(self) -> bool:
+        return bool(self._kept)
+
     @contextmanager
     def swapped(self) -> Iterator[None]:
         """Put the anchors into the parameters and buffers, and what was there back at the end."""

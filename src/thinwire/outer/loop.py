@@ -3,7 +3,7 @@
 import copy
 import weakref
 from collections.abc import Callable, Container, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any, final
@@ -190,6 +190,7 @@ class OuterLoop(Attached):
         """
         if not self._hook.is_registered:
             raise ThinwireError("this outer loop was detached: attach the model again")
+        self._rounds.check_outside("synchronize()")
         self._rounds.synchronize()
         reshard(self._model)
 
@@ -197,14 +198,15 @@ class OuterLoop(Attached):
     def global_parameters(self) -> Iterator[None]:
         """Give the model the anchors, for evaluation or saving; this rank's own parameters come back at the end.
 
-        Anchors have the same bits on all ranks. Nothing is sent, so ranks need not call it together.
+        Anchors have the same bits on all ranks. Nothing is sent, so ranks need not call it together. It may be nested;
+        steps of the optimizer, `synchronize`, `load_state_dict` and `detach` are refused inside.
 
         Example:
             >>> with loop.global_parameters():                                           # doctest: +SKIP
             ...     evaluate(model)
         """
         try:
-            with self._rounds.swapped():
+            with nullcontext() if self._rounds.anchors.are_swapped else self._rounds.swapped():
                 reshard(self._model)
                 yield
         finally:
@@ -234,6 +236,7 @@ class OuterLoop(Attached):
         Raises:
             ValueError: a state of another version, recipe or model; nothing is changed.
         """
+        self._rounds.check_outside("load_state_dict()")
         if state.get("version") != VERSION or "recipe" not in state:
             raise ValueError(f"this is no state of an outer loop of version {VERSION}: thinwire.attach saved another")
         if state["recipe"] != repr(self._recipe):
@@ -286,6 +289,7 @@ class OuterLoop(Attached):
         """
         if not self._hook.is_registered:
             return
+        self._rounds.check_outside("detach()")
         self._at_end.detach()
         self._hook.remove()
         self._average_again()

@@ -52,7 +52,6 @@ class Rounds(ABC):
         self._staging, self._text, self._untrained = staging, text, untrained
         self._members: Members | None = None  # those with whom rounds go on if a rank is lost
         self._finished = 0  # rounds whose means this rank has, landed or not
-        self._is_swapped = False
         self.landed = self.ranks = self.refusals = self.lost_steps = 0
         self.exposed_seconds = 0.0
 
@@ -74,10 +73,14 @@ class Rounds(ABC):
         """Before the first step look for what has changed since attach, see `Anchors.check_start`."""
         self.anchors.check_start(optimized, is_loaded)
 
+    def check_outside(self, call: str) -> None:
+        """Raise ThinwireError inside of `swapped`, where parameters are not those of this rank."""
+        if self.anchors.are_swapped:
+            raise ThinwireError(f"{call} inside of global_parameters(), where parameters are the anchors: call it outside")
+
     def before_step(self) -> None:
         """Anchor parameters that are trained from now on."""
-        if self._is_swapped:
-            raise ThinwireError("a step inside of global_parameters(), which would train the anchors: step outside")
+        self.check_outside("a step")
         self.anchors.adopt()
 
     @abstractmethod

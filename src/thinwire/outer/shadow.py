@@ -137,7 +137,6 @@ class ShadowRounds(Rounds):
         """Give the model the anchors, and its own parameters back; rounds go on, to which this rank adds nothing."""
         with ExitStack() as stack:
             with self.pace.changed, self._anchors_lock:
-                self._is_swapped = True
                 _wait(self._landed)
                 stack.enter_context(torch.no_grad())
                 stack.enter_context(self.anchors.swapped())
@@ -148,7 +147,6 @@ class ShadowRounds(Rounds):
             finally:
                 with self.pace.changed:
                     stack.close()
-                    self._is_swapped = False
                     self._trained = self._staging.hand_over(())
 
     @contextmanager
@@ -214,7 +212,7 @@ class ShadowRounds(Rounds):
             with self.pace.changed:
                 stack.enter_context(self._staging.taking(self._trained))
                 flag, self._before = ENDING * self.pace.is_ending, self.pace.seen
-                takes_part = not (self._is_stepping or self._is_swapped)
+                takes_part = not (self._is_stepping or self.anchors.are_swapped)
                 steps = self._take_copy() if takes_part else 0
             self._subtract(takes_part)
             parameters = {name: self._difference[name] for name in self._names}

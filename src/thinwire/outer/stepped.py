@@ -1,7 +1,7 @@
 """Rounds in step with training: fragments take turns, are launched after counted inner steps, and land later."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -104,14 +104,8 @@ class SteppedRounds(Rounds):
         while self._flights:
             self._land(self._flights[0], self._recipe.mix)
 
-    @contextmanager
-    def swapped(self) -> Iterator[None]:
-        self._is_swapped = True
-        try:
-            with self.anchors.swapped():
-                yield
-        finally:
-            self._is_swapped = False
+    def swapped(self) -> AbstractContextManager[None]:
+        return self.anchors.swapped()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, with the means of what is in flight, for which it waits."""

@@ -181,6 +181,27 @@ def test_steps_of_a_round_that_failed_count_in_the_next_one() -> None:
     on_ranks(run)
 
 
+def test_a_round_that_failed_leaves_memories_as_they_were() -> None:
+    """Its differences are still in the parameters, so a state that is saved then must not owe them, too."""
+
+    def run(network: LoopbackExchange) -> None:
+        rank = Rank(network, diloco(every=2, lr=1.0, momentum=0.0), compress.error_feedback(compress.top_k(0.1)))
+        mean = rank.averager.mean
+
+        def fails(*arguments: Any, **settings: Any) -> None:
+            mean(*arguments, **settings)
+            raise OSError("behind the compressor")
+
+        rank.averager.mean = fails  # type: ignore[method-assign, assignment]
+        before = copy.deepcopy(rank.averager.state_dict()["compress"]["states"])
+        rank.step()
+        with pytest.raises(OSError, match="behind"):
+            rank.step()
+        torch.testing.assert_close(rank.averager.state_dict()["compress"]["states"], before, rtol=0, atol=0)
+
+    on_ranks(run)
+
+
 def test_what_is_in_flight_at_the_end_is_mixed_in() -> None:
     def run(network: LoopbackExchange) -> None:
         rank = Rank(network, diloco(every=2, delay=1, mix=0.5, lr=1.0, momentum=0.0))

@@ -192,7 +192,11 @@ class Rounds(ABC):
     ) -> RoundReport:
         """Average on all ranks; ``keep`` notes the means before it is known whether all ranks have them."""
         flag |= ASKED * (self._members is not None and self._members.asked(lane))
-        report = self.averager.mean(lane, differences, steps, buffers, flag, is_exact)
+        try:
+            report = self.averager.mean(lane, differences, steps, buffers, flag, is_exact)
+        except Exception:
+            self.averager.finish_round(False)  # the differences are still in the parameters
+            raise
         keep(report)
         if self._members is not None:  # who passes this knows that all have the means
             with self.averager.booking(lane, 0):

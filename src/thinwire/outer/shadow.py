@@ -221,7 +221,6 @@ class ShadowRounds(Rounds):
                 report = self._average(lane, parameters, steps, buffers, flag, keep)
             except Exception:
                 if self._middle is None:
-                    self.averager.finish_round(False)
                     self.pace.seen = before
                 raise
             self._commit()

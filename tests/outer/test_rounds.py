@@ -202,6 +202,25 @@ def test_a_round_that_failed_leaves_memories_as_they_were() -> None:
     on_ranks(run)
 
 
+def test_a_parameter_that_is_unfrozen_behind_a_launch_keeps_its_steps() -> None:
+    def run(network: LoopbackExchange) -> None:
+        rank = Rank(network, diloco(every=2, delay=1, lr=1.0, momentum=0.0))
+        late = nn.Parameter(torch.zeros(2), requires_grad=False)
+        named = {"matrix": rank.parameter, "late": late}
+        rank.anchors = rank.rounds.anchors = Anchors(named, rank.recipe, lambda: rank.buffers)
+        rank.step()
+        rank.step()
+        late.requires_grad_(True)
+        rank.rounds.before_step()
+        with torch.no_grad():
+            late.add_(1.0)
+            rank.rounds.after_step()
+        assert rank.rounds.landed == 1
+        assert torch.equal(late.detach(), torch.ones(2)), "what has landed is of before it was trained"
+
+    on_ranks(run)
+
+
 def test_what_is_in_flight_at_the_end_is_mixed_in() -> None:
     def run(network: LoopbackExchange) -> None:
         rank = Rank(network, diloco(every=2, delay=1, mix=0.5, lr=1.0, momentum=0.0))

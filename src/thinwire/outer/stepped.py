@@ -219,7 +219,8 @@ class SteppedRounds(Rounds):
         if flight.counts:
             self.anchors.step(flight.fragment, flight.differences, flight.is_plain)
         self.anchors.land_buffers(_chosen(flight.buffers, flight.buffers), weight)
-        self.anchors.mix(flight.fragment, weight)
+        names = self.anchors.trained(flight.fragment) if flight.is_refused else flight.differences  # of then
+        self.anchors.mix(names, weight)
         self.landed += 1
         is_of_now = self._members is not None and flight.generation == self._members.number
         if is_of_now and any(flag & ASKED for flag in flight.flags) and not all(flag & ENDING for flag in flight.flags):

@@ -202,6 +202,23 @@ def test_a_round_that_failed_leaves_memories_as_they_were() -> None:
     on_ranks(run)
 
 
+def test_means_in_flight_go_to_the_device_of_their_anchors() -> None:
+    """States that are gathered, in files or handed over are on the CPU."""
+
+    def run(network: LoopbackExchange) -> None:
+        rank = Rank(network, diloco(every=2, delay=1))
+        for _ in range(2):
+            rank.step()
+        state = copy.deepcopy(rank.rounds.state_dict())
+        other = Rank(network, rank.recipe, parameter=nn.Parameter(torch.zeros(64, 64, device="meta")))
+        other.rounds.check_state(state)
+        other.rounds.load_state_dict(state)
+        (flight,) = other.rounds._flights
+        assert flight.differences["matrix"].device == other.anchor.device
+
+    on_ranks(run)
+
+
 def test_a_parameter_that_is_unfrozen_behind_a_launch_keeps_its_steps() -> None:
     def run(network: LoopbackExchange) -> None:
         rank = Rank(network, diloco(every=2, delay=1, lr=1.0, momentum=0.0))

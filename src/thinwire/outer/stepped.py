@@ -139,8 +139,8 @@ class SteppedRounds(Rounds):
                 int(one["fragment"]),
                 bool(one["plain"]),
                 int(one["lands_at"]),
-                {name: mean.clone() for name, mean in one["means"].items()},
-                {name: mean.clone() for name, mean in one["buffers"].items()},
+                {name: mean.to(self.anchors.anchors[name].device, copy=True) for name, mean in one["means"].items()},
+                {name: mean.to(self.anchors.buffers[name].device, copy=True) for name, mean in one["buffers"].items()},
                 is_refused=bool(one["refused"]),
                 counts=bool(one["counts"]),
             )

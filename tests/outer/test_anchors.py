@@ -74,7 +74,7 @@ def test_the_anchor_of_16_bits_keeps_what_they_cannot_show() -> None:
     for _ in range(1000):
         assert not anchors.difference(0)["p"].any()
         anchors.step(0, {"p": torch.full((3,), -unit / 1000)})
-        anchors.mix(0, 1.0)
+        anchors.mix(anchors.trained(0), 1.0)
     assert torch.equal(named["p"].detach(), torch.full((3,), 1.0 + unit, dtype=torch.bfloat16))
 
 
@@ -86,7 +86,7 @@ def test_without_momentum_the_mean_becomes_the_anchor(recipe: OuterRecipe) -> No
     moved(named, 1)
     there = {name: parameter.detach().clone() for name, parameter in named.items()}
     anchors.step(0, anchors.difference(0))
-    anchors.mix(0, 1.0)
+    anchors.mix(anchors.trained(0), 1.0)
     for name, parameter in named.items():
         torch.testing.assert_close(parameter.detach(), there[name], rtol=1e-14, atol=1e-14)
 
@@ -113,7 +113,7 @@ def test_the_outer_step_is_that_of_torch() -> None:
             for name, mean in means.items():
                 reference[name].grad = mean.clone()
             anchors.step(fragment, means)
-            anchors.mix(fragment, 1.0)
+            anchors.mix(anchors.trained(fragment), 1.0)
         outer.step()
     assert all(torch.equal(named[name], reference[name]) for name in named)
 
@@ -122,10 +122,10 @@ def test_mixing() -> None:
     named = {"p": nn.Parameter(torch.tensor([1.0, float("nan")]))}
     anchors = Anchors({"p": nn.Parameter(torch.tensor([3.0, 3.0]))}, local_sgd())
     anchors._parameters = named
-    anchors.mix(0, 0.25)
+    anchors.mix(anchors.trained(0), 0.25)
     assert named["p"][0] == 1.5
     assert named["p"][1].isnan(), "which a weight of 1 would have mended"
-    anchors.mix(0, 1.0)
+    anchors.mix(anchors.trained(0), 1.0)
     assert named["p"].tolist() == [3.0, 3.0]
 
 
@@ -142,7 +142,7 @@ def test_a_frozen_parameter_is_its_own_anchor_until_it_is_trained() -> None:
     means = anchors.difference(0)
     assert means["matrix"].any()
     anchors.step(0, means)
-    anchors.mix(0, 1.0)
+    anchors.mix(anchors.trained(0), 1.0)
     assert torch.equal(anchors.anchors["matrix"], named["matrix"])
     assert anchors.anchors["matrix"].data_ptr() != named["matrix"].data_ptr()
     named["matrix"].requires_grad_(False)
@@ -192,7 +192,7 @@ def test_a_state_brings_back_bitwise_what_was(recipe: OuterRecipe) -> None:
         moved(named, seed)
         for fragment in range(recipe.fragments):
             anchors.step(fragment, anchors.difference(fragment))
-            anchors.mix(fragment, 0.5)
+            anchors.mix(anchors.trained(fragment), 0.5)
 
     named = parameters()
     anchors = Anchors(named, recipe, lambda: {"mean": torch.ones(2)})

@@ -429,14 +429,16 @@ def test_a_store_that_is_gone_is_named() -> None:
 
 
 def _waits_as_long_as_attach_says(context: RankContext) -> None:
-    model = nn.Linear(2, 2)
+    model, others = nn.Linear(2, 2), dist.new_group(timeout=2 * TIMEOUT)
     optimizer, recipe = torch.optim.SGD(model.parameters(), lr=0.1), local_sgd(every=1, min_ranks=1)
-    sync = thinwire.outer.attach(model, optimizer, recipe, timeout=TIMEOUT)
-    assert sync._rounds._members.timeout == TIMEOUT
-    sync.detach()
+    for options, limit in (({"timeout": TIMEOUT}, TIMEOUT), ({}, 2 * TIMEOUT)):
+        sync: Any = thinwire.outer.attach(model, optimizer, recipe, process_group=others, **options)
+        members = sync._rounds._members
+        assert (members.timeout, members._exchange_timeout) == (limit, limit)
+        sync.detach()
 
 
-def test_a_store_of_a_process_group_is_waited_for_as_long_as_attach_says() -> None:
+def test_members_of_a_process_group_wait_as_long_as_attach_or_the_group_says() -> None:
     run_ranks(_waits_as_long_as_attach_says, world_size=2, timeout_seconds=60)
 
 

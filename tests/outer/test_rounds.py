@@ -181,6 +181,63 @@ def test_steps_of_a_round_that_failed_count_in_the_next_one() -> None:
     on_ranks(run)
 
 
+def test_a_round_that_failed_leaves_memories_as_they_were() -> None:
+    """Its differences are still in the parameters, so a state that is saved then must not owe them, too."""
+
+    def run(network: LoopbackExchange) -> None:
+        rank = Rank(network, diloco(every=2, lr=1.0, momentum=0.0), compress.error_feedback(compress.top_k(0.1)))
+        mean = rank.averager.mean
+
+        def fails(*arguments: Any, **settings: Any) -> None:
+            mean(*arguments, **settings)
+            raise OSError("behind the compressor")
+
+        rank.averager.mean = fails  # type: ignore[method-assign, assignment]
+        before = copy.deepcopy(rank.averager.state_dict()["compress"]["states"])
+        rank.step()
+        with pytest.raises(OSError, match="behind"):
+            rank.step()
+        torch.testing.assert_close(rank.averager.state_dict()["compress"]["states"], before, rtol=0, atol=0)
+
+    on_ranks(run)
+
+
+def test_means_in_flight_go_to_the_device_of_their_anchors() -> None:
+    """States that are gathered, in files or handed over are on the CPU."""
+
+    def run(network: LoopbackExchange) -> None:
+        rank = Rank(network, diloco(every=2, delay=1))
+        for _ in range(2):
+            rank.step()
+        state = copy.deepcopy(rank.rounds.state_dict())
+        other = Rank(network, rank.recipe, parameter=nn.Parameter(torch.zeros(64, 64, device="meta")))
+        other.rounds.check_state(state)
+        other.rounds.load_state_dict(state)
+        (flight,) = other.rounds._flights
+        assert flight.differences["matrix"].device == other.anchor.device
+
+    on_ranks(run)
+
+
+def test_a_parameter_that_is_unfrozen_behind_a_launch_keeps_its_steps() -> None:
+    def run(network: LoopbackExchange) -> None:
+        rank = Rank(network, diloco(every=2, delay=1, lr=1.0, momentum=0.0))
+        late = nn.Parameter(torch.zeros(2), requires_grad=False)
+        named = {"matrix": rank.parameter, "late": late}
+        rank.anchors = rank.rounds.anchors = Anchors(named, rank.recipe, lambda: rank.buffers)
+        rank.step()
+        rank.step()
+        late.requires_grad_(True)
+        rank.rounds.before_step()
+        with torch.no_grad():
+            late.add_(1.0)
+            rank.rounds.after_step()
+        assert rank.rounds.landed == 1
+        assert torch.equal(late.detach(), torch.ones(2)), "what has landed is of before it was trained"
+
+    on_ranks(run)
+
+
 def test_what_is_in_flight_at_the_end_is_mixed_in() -> None:
     def run(network: LoopbackExchange) -> None:
         rank = Rank(network, diloco(every=2, delay=1, mix=0.5, lr=1.0, momentum=0.0))

@@ -138,9 +138,9 @@ class Anchors:
             self._outers[fragment].zero_grad(set_to_none=True)
 
     @torch.no_grad()
-    def mix(self, fragment: int, weight: float) -> None:
-        """Move the parameters of a fragment towards their anchors; a weight of 1 replaces them."""
-        for name in self.trained(fragment):
+    def mix(self, names: Iterable[str], weight: float) -> None:
+        """Move trained parameters towards their anchors; a weight of 1 replaces them."""
+        for name in names:
             _mix(self.local(name), self.anchors[name].detach(), weight)
 
     def buffer_difference(self) -> dict[str, Tensor | None]:

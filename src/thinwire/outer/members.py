@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
-from thinwire.comm.c10d import default_store, set_timeout, unregistered_group
+from thinwire.comm.c10d import default_store, set_timeout, timeout_of, unregistered_group
 from thinwire.comm.channel import Draft, Subject
 from thinwire.comm.connections import PrivateGroup
 from thinwire.comm.lane import EXIT_SECONDS, Lane, beside
@@ -149,7 +149,8 @@ class Members:
         """
         members = cls.__new__(cls)
         ranks, name = dist.get_process_group_ranks(process_group), process_group.group_name
-        members.rank, members.timeout, members._ranks = dist.get_rank(), timeout or default_pg_timeout, frozenset(ranks)
+        members.rank, members._ranks = dist.get_rank(), frozenset(ranks)
+        members.timeout = timeout or timeout_of(process_group) or default_pg_timeout
         default = _own(default_store())
         store = dist.PrefixStore(f"thinwire/{name}/{next(_groups_seen[name])}", default)
         members._begin(store, str(members.rank), Generation(0, {rank: str(rank) for rank in ranks}, began=True))

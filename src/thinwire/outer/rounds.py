@@ -76,7 +76,7 @@ class Rounds(ABC):
     def check_outside(self, call: str) -> None:
         """Raise ThinwireError inside of `swapped`, where parameters are not those of this rank."""
         if self.anchors.are_swapped:
-            raise ThinwireError(f"{call} inside of global_parameters(), where parameters are the anchors: call it outside")
+            raise ThinwireError(f"{call} inside of global_parameters(), where the model has the anchors: go outside")
 
     def before_step(self) -> None:
         """Anchor parameters that are trained from now on."""

@@ -133,8 +133,8 @@ class SteppedRounds(Rounds):
                 int(one["fragment"]),
                 bool(one["plain"]),
                 int(one["lands_at"]),
-                {name: mean.clone() for name, mean in one["means"].items()},
-                {name: mean.clone() for name, mean in one["buffers"].items()},
+                {name: mean.to(self.anchors.anchors[name].device, copy=True) for name, mean in one["means"].items()},
+                {name: mean.to(self.anchors.buffers[name].device, copy=True) for name, mean in one["buffers"].items()},
                 is_refused=bool(one["refused"]),
                 counts=bool(one["counts"]),
             )
@@ -181,7 +181,12 @@ class SteppedRounds(Rounds):
                 flight.report, self._finished = (report, moved), flight.number + 1
 
             sent = [*_chosen(buffers, moved).values()]
-            report = self._average(lane, differences, flight.steps, sent, flight.flag, keep, flight.is_plain)
+            try:
+                report = self._average(lane, differences, flight.steps, sent, flight.flag, keep, flight.is_plain)
+            except Exception:
+                if flight.report is None:
+                    self.averager.finish_round(False)  # the differences are still in the parameters
+                raise
             self.averager.finish_round(True)
             flight.is_committed = True
             return report, moved
@@ -213,7 +218,8 @@ class SteppedRounds(Rounds):
         if flight.counts:
             self.anchors.step(flight.fragment, flight.differences, flight.is_plain)
         self.anchors.land_buffers(_chosen(flight.buffers, flight.buffers), weight)
-        self.anchors.mix(flight.fragment, weight)
+        names = self.anchors.trained(flight.fragment) if flight.is_refused else flight.differences  # of then
+        self.anchors.mix(names, weight)
         self.landed += 1
         is_of_now = self._members is not None and flight.generation == self._members.number
         if is_of_now and any(flag & ASKED for flag in flight.flags) and not all(flag & ENDING for flag in flight.flags):

@@ -23,7 +23,7 @@ from torch import nn
 from thinwire.comm.agree import gather_json
 from thinwire.comm.c10d import NEEDED, UNREGISTERED, check_names
 from thinwire.comm.channel import Subject
-from thinwire.comm.lane import Group, Lane, resolve_group, timeout_of
+from thinwire.comm.lane import Group, Lane, resolve_group
 from thinwire.errors import CorruptMessageError, MismatchError, ThinwireError, logger, told
 from thinwire.outer.members import Members, Roll, hand_over
 from thinwire.reproducible.digests import digest, of_arithmetic, of_state
@@ -201,7 +201,7 @@ class Steps:
             self._lane = members.enter()
         else:
             group = resolve_group(process_group)
-            members = Members.of(group, timeout_of(group))
+            members = Members.of(group)
             members.prepare(self._enter, 1, has_heart=True)
             self._lane = lane = Lane(group)
             roll = Roll(0, frozenset(range(1, lane.world_size)), 0)

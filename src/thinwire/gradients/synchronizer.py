@@ -132,7 +132,9 @@ class Synchronizer(Attached):
         self._device = self._device_of(named)
         self._staging = staging_for(self._device)
         inner = group if self._sharding is None else self._sharding.dimension()
-        self._all_names = [*self._names.values(), *([] if self._sharding is None else self._sharding.names())]
+        self._of_rows = [] if methods.tables is None else sorted(methods.tables.names)  # in shards
+        shards = [] if self._sharding is None else self._sharding.names()
+        self._all_names = [*self._names.values(), *shards, *self._of_rows]
         self._compressed: CompressedSync | None = None
         self._execution: Execution | None = None
         self._lane = self._inner = Lane(group, timeout, self._staging)
@@ -336,7 +338,8 @@ class Synchronizer(Attached):
             ValueError: a state of another version, of a model with other parameters, of another compressor or
                 exchange, rank or world size; nothing is changed.
         """
-        states.check(state, self._all_names, self._compressed, self._execution)
+        whole = {**state, "parameters": {*state.get("parameters", ()), *self._of_rows}}  # which earlier states lack
+        states.check(whole, self._all_names, self._compressed, self._execution)
         states.restore(state, self._gradients, self._compressed, self._execution, self._choice)
         if state.get("routes") is not None:
             for collective in self._sums.collectives:
@@ -422,8 +425,7 @@ class Synchronizer(Attached):
         """Warn if everything stays with FSDP."""
         if self._sharding is None or self._sharding.replicas is not None or self._names or self._compressed is not None:
             return
-        has_rows = self._methods.tables is not None and self._methods.tables.names
-        if not has_rows and self._lossless is None and self._lane.world_size > 1 and self._lane.rank == 0:
+        if not self._of_rows and self._lossless is None and self._lane.world_size > 1 and self._lane.rank == 0:
             logger.warning(
                 "nothing of this model is sent by thinwire: FSDP's collectives stay as they are, and no embedding table"
                 ' can travel as rows. Without loss init_process_group("thinwire") sends fewer bytes, and'

@@ -140,14 +140,10 @@ def private_group(process_group: Group, timeout: timedelta | None) -> PrivateGro
         LostPeerError: not all ranks came within the timeout; those that did raise the same sentence.
     """
     parent = resolve_group(process_group)
-    limit, notes = timeout or timeout_of(parent), _notes_of(parent, _next_number(parent))
-    try:
-        return _new_group(parent, limit, notes)
-    except LostPeerError as error:
-        raise _told(parent, notes, error, limit) from error
+    return _new_group(parent, timeout or timeout_of(parent), _notes_of(parent, _next_number(parent)))
 
 
-def _new_group(parent: dist.ProcessGroup, timeout: timedelta | None, notes: Notes | None = None) -> PrivateGroup:
+def _new_group(parent: dist.ProcessGroup, timeout: timedelta | None, notes: Notes) -> PrivateGroup:
     """Return a new Gloo group of the same ranks, in a collective call of them.
 
     Ranks wait for each other in a store, where the death of a peer shows nothing, and in collectives of the parent, of
@@ -155,23 +151,24 @@ def _new_group(parent: dist.ProcessGroup, timeout: timedelta | None, notes: Note
     Nothing is sent over the new group here: a rank that waited in it for one that failed would have nobody to tell it.
 
     Raises:
-        LostPeerError: not all ranks came within the timeout, or one of them failed or ended meanwhile.
+        LostPeerError: not all ranks came within the timeout, or one of them failed or ended meanwhile; those that came
+            raise the same sentence.
     """
     processes: list[list[Connected]] = []
-    notes = notes or Notes(None, 0, ())
-    if device_of(parent).type != "cpu":
-        return _connect(parent, timeout, processes, notes)
-    made = beside("thinwire-group", lambda: _connect(parent, timeout, processes, notes))
-    with notes.listening() as heard:
-        while not wait([made], LOOK_SECONDS / 5).done:
-            if heard.is_set():
-                raise _not_all_here(parent, "another rank failed, or the store is gone")
-            if lost := dead(processes):
-                rank = dist.get_process_group_ranks(parent)[min(lost)]
-                error = _not_all_here(parent, f"rank {rank} is gone")
-                error.rank = rank
-                raise error
-    return made.result()
+    try:
+        if device_of(parent).type != "cpu":
+            return _connect(parent, timeout, processes, notes)
+        made = beside("thinwire-group", lambda: _connect(parent, timeout, processes, notes))
+        with notes.listening() as heard:
+            while not wait([made], LOOK_SECONDS / 5).done:
+                if heard.is_set():
+                    raise _not_all_here(parent, "another rank failed, or the store is gone")
+                if lost := dead(processes):
+                    rank = dist.get_process_group_ranks(parent)[min(lost)]
+                    raise _not_all_here(parent, f"rank {rank} is gone", rank)
+        return made.result()
+    except LostPeerError as error:
+        raise _told(parent, notes, error, timeout) from error
 
 
 def _told(parent: dist.ProcessGroup, notes: Notes, error: LostPeerError, timeout: timedelta | None) -> LostPeerError:
@@ -187,11 +184,13 @@ def _is_late(error: BaseException) -> bool:
     return any(text in str(error).lower() for text in ("timed out", "application timeout"))
 
 
-def _not_all_here(parent: dist.ProcessGroup, why: str) -> LostPeerError:
-    return LostPeerError(
+def _not_all_here(parent: dist.ProcessGroup, why: str, lost: int | None = None) -> LostPeerError:
+    error = LostPeerError(
         f"rank {dist.get_rank()}: not all of the {parent.size()} ranks of the process group came here within the"
         f" timeout ({why}): attach and the like must be called on all of them"
     )
+    error.rank = lost
+    return error
 
 
 def _connect(
@@ -392,11 +391,8 @@ class Lane:
             self._timeout = timeout or timeout_of(parent)
             number = _next_number(parent)
             self.notes = notes or _notes_of(parent, number)
-            try:
-                with staging.selected():  # a collective of NCCL takes the current device
-                    self._own = _take_group(parent, self._timeout, self.notes)
-            except LostPeerError as error:
-                raise _told(parent, self.notes, error, self._timeout) from error
+            with staging.selected():  # a collective of NCCL takes the current device
+                self._own = _take_group(parent, self._timeout, self.notes)
             if self.notes.is_silent and notes is None:  # all ranks are here, so the store was slow
                 self.notes = _notes_of(parent, number)
         self._native: PrivateGroup | None = None
@@ -444,10 +440,7 @@ class Lane:
         if self._native is None:
             parent = self._parent()
             assert parent is not None, "the process group of this lane was destroyed"
-            try:
-                self._native = _take_group(parent, self._timeout, self.notes)
-            except LostPeerError as error:
-                raise _told(parent, self.notes, error, self._timeout) from error
+            self._native = _take_group(parent, self._timeout, self.notes)
             self.agree("who has the group of native sums", [1.0])  # else one could hang up before another has it
         return self._native.process_group
 

@@ -102,8 +102,8 @@ _TAKEN = (
     " thinwire.attach"
 )
 _STAYS = (
-    "DDP takes only one communication hook, and keeps that of thinwire with static_graph, gradient_as_bucket_view or"
-    " mixed_precision: build DistributedDataParallel(model) again before register_comm_hook, or attach this one again"
+    "DDP keeps its first communication hook, thinwire's, with static_graph or gradient_as_bucket_view: for another one"
+    " build DistributedDataParallel(model) again"
 )
 _TAKEN_BY_TORCH = (
     "DDP(mixed_precision=...) has a communication hook of torch's own, which casts gradients back, and DDP takes only"
@@ -146,17 +146,12 @@ _dispatchers: WeakKeyDictionary[DistributedDataParallel, _Dispatcher] = WeakKeyD
 class _Hooks(list[Any]):
     """The hooks of a DDP model, to which it adds one before its reducer refuses a second."""
 
-    def __init__(self, ddp: DistributedDataParallel) -> None:
-        super().__init__(internals.comm_hooks(ddp))
-        self._ddp = weakref.ref(ddp)
-
     def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
         return list, (list(self),)
 
     def append(self, hook: Any) -> None:
         """Add a hook in place of the idle one, on all ranks: to a reducer that has none, which DDP then takes it to."""
-        ddp = self._ddp()
-        if ddp is not None and (idle := _dispatchers.get(ddp)) is not None:
+        for ddp, idle in [one for one in _dispatchers.items() if internals.comm_hooks(one[0]) is self]:
             if idle.target is not None or idle.process_group != ddp.process_group:
                 raise ValueError(_TAKEN)
             if not renew(ddp):
@@ -177,7 +172,7 @@ def install(ddp: DistributedDataParallel, target: OnBucket) -> None:
         except RuntimeError as error:
             raise ValueError(f"{_taken(ddp)} ({str(error).splitlines()[0]})") from error
         _dispatchers[ddp] = dispatcher
-        internals.set_comm_hooks(ddp, _Hooks(ddp))
+        internals.set_comm_hooks(ddp, _Hooks(internals.comm_hooks(ddp)))
     if _dispatchers[ddp].target is not None:
         raise ValueError("thinwire is attached to this model already: call detach() on its Synchronizer first")
     _dispatchers[ddp].target = target
@@ -191,11 +186,6 @@ def check_free(ddp: DistributedDataParallel) -> None:
 
 def _taken(ddp: DistributedDataParallel) -> str:
     return _TAKEN if ddp.mixed_precision is None else _TAKEN_BY_TORCH
-
-
-def uninstall(ddp: DistributedDataParallel) -> None:
-    """Return the buckets of ``ddp`` to stock DDP."""
-    _dispatchers[ddp].target = None
 
 
 def renew(ddp: DistributedDataParallel) -> bool:
@@ -435,7 +425,7 @@ class DdpPlug(_PlugOfDdp):
         self._remembered = []
 
     def remove(self) -> None:
-        uninstall(self._model)
+        _dispatchers[self._model].target = None
         with suppress(ThinwireError):  # of an earlier failure
             self._buckets.flush()
 

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from functools import reduce
 from operator import attrgetter, methodcaller
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -204,9 +204,7 @@ def gathers_again(state: Any, group: Any) -> bool:
     return group.post_forward_mesh_info is not None and not (state._is_root and state._auto_reshard_after_forward)
 
 
-def set_collectives(
-    group: Any, all_gather: Any, reduce_scatter: Any, choose: Callable[..., NoReturn] | None = None
-) -> None:
+def set_collectives(group: Any, all_gather: Any, reduce_scatter: Any, choose: Any = None) -> None:
     """Let other objects gather the parameters of a group of FSDP's and reduce their gradients.
 
     With ``choose`` FSDP calls that where it would put collectives of its own there, which allocate otherwise.

@@ -5,7 +5,6 @@ import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,20 +19,6 @@ from thinwire.outer.average import RoundReport
 from thinwire.outer.members import Members, Roll, hand_over
 from thinwire.outer.pace import BYTE_SECONDS, RoundPace
 from thinwire.outer.rounds import ASKED, ENDING, Rounds
-
-
-@dataclass(frozen=True)
-class RoundResult:
-    """What this rank knows after a round.
-
-    Args:
-        is_refused: whether its parameters were not finite.
-        takes_part: whether it copied them for this round.
-    """
-
-    report: RoundReport
-    is_refused: bool
-    takes_part: bool
 
 
 class ShadowRounds(Rounds):
@@ -56,7 +41,8 @@ class ShadowRounds(Rounds):
                 f"every_seconds={recipe.every_seconds:g} is not less than the {limit:g} s for which ranks wait for each"
                 " other: pass a longer timeout= to attach"
             )
-        self._middle: RoundResult | None = None  # of the round whose means not all ranks may have
+        # Of the round whose means not all ranks may have: whether this rank was refused, and took part.
+        self._middle: tuple[RoundReport, bool, bool] | None = None
         self._before: int | None = None  # steps of this rank at the copy before that of the round that is made
         self._is_over = False  # whether all ranks have ended
         self._names = self.anchors.trained(0)
@@ -220,7 +206,7 @@ class ShadowRounds(Rounds):
 
             def keep(report: RoundReport) -> None:
                 with self._in_turn(lane):
-                    self._middle = RoundResult(report, lane.rank in report.refused, takes_part)
+                    self._middle = report, lane.rank in report.refused, takes_part
                     self._finished += 1
 
             try:
@@ -270,7 +256,7 @@ class ShadowRounds(Rounds):
     def _commit(self) -> None:
         """Step the anchors by the means that all ranks have, and leave the correction."""
         assert self._middle is not None, "a round was made"
-        report, is_refused, takes_part = self._middle.report, self._middle.is_refused, self._middle.takes_part
+        report, is_refused, takes_part = self._middle
         self._middle = self._before = None
         self.averager.finish_round(True)
         if report.total:

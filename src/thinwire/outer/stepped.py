@@ -11,6 +11,7 @@ from torch.futures import Future
 from thinwire.comm.channel import Subject
 from thinwire.comm.lane import Lane
 from thinwire.errors import ThinwireError
+from thinwire.outer.anchors import Anchors
 from thinwire.outer.average import RoundReport, submit
 from thinwire.outer.inner import InnerGroup
 from thinwire.outer.rounds import ASKED, ENDING, Rounds
@@ -128,34 +129,16 @@ class SteppedRounds(Rounds):
         self._steps, self._position = int(state["steps"]), int(state["position"])
         self._launched = self._finished = int(state["launched"])
         self._since = list(state["since"])
-        self._flights = [
-            Flight(
-                int(one["fragment"]),
-                bool(one["plain"]),
-                int(one["lands_at"]),
-                {name: mean.to(self.anchors.anchors[name].device, copy=True) for name, mean in one["means"].items()},
-                {name: mean.to(self.anchors.buffers[name].device, copy=True) for name, mean in one["buffers"].items()},
-                is_refused=bool(one["refused"]),
-                counts=bool(one["counts"]),
-            )
-            for one in state["flights"]
-        ]
+        self._flights = [_restored(one, self.anchors) for one in state["flights"]]
 
     def _launch(self, flag: int = 0) -> Flight:
         """Send the differences of the next fragment, and with the first one buffers, on their way."""
         recipe = self._recipe
         fragment = self._launched % recipe.fragments
         is_plain = self._launched < recipe.start_step * recipe.fragments
-        flight = Flight(
-            fragment,
-            is_plain,
-            self.steps + (0 if is_plain or flag & ENDING else recipe.delay),
-            self.anchors.difference(fragment),
-            self.anchors.buffer_difference() if fragment == 0 else {},
-            self._since[fragment],
-            self._launched,
-            flag,
-        )
+        lands_at = self.steps + (0 if is_plain or flag & ENDING else recipe.delay)
+        own = self.anchors.difference(fragment), self.anchors.buffer_difference() if fragment == 0 else {}
+        flight = Flight(fragment, is_plain, lands_at, *own, self._since[fragment], self._launched, flag)
         self._since[fragment] = 0
         self._send(flight)
         self._flights.append(flight)
@@ -318,6 +301,17 @@ class SteppedRounds(Rounds):
             flight.is_refused = False
         self.anchors.replace()
         self._joined_at = self.steps if began else None
+
+
+def _restored(saved: Mapping[str, Any], anchors: Anchors) -> Flight:
+    """Return a flight whose means are there, with copies of them where the anchors are."""
+    differences, buffers = (
+        {name: mean.to(of[name].device, copy=True) for name, mean in saved[key].items()}
+        for key, of in (("means", anchors.anchors), ("buffers", anchors.buffers))
+    )
+    flight = Flight(int(saved["fragment"]), bool(saved["plain"]), int(saved["lands_at"]), differences, buffers)
+    flight.is_refused, flight.counts = bool(saved["refused"]), bool(saved["counts"])
+    return flight
 
 
 def _has_failed(future: Future[Any] | None) -> bool:

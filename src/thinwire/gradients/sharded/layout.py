@@ -587,8 +587,7 @@ class Scatter:
 
 def _refuse_to_choose(*unused: object) -> NoReturn:
     raise ValueError(
-        "thinwire has its own collectives in this model: choose who allocates for FSDP's, as by"
-        " set_allocate_memory_from_process_group_for_comm(), before thinwire.attach"
+        "FSDP's collectives are thinwire's while it is attached: choose who allocates for them before thinwire.attach"
     )
 
 

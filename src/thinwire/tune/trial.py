@@ -277,12 +277,12 @@ class Trial:
         """Begin tests if the steps of stock have waited for long enough."""
         waited, seconds = self._totals
         is_cheap = self._setup_seconds * self.steps <= FIRST_SHARE * FIRST_STEPS * seconds
-        if not is_cheap and self.steps < FIRST_STEPS:
-            self._why = f"{self.arms[0]}: no other is tried in the first {FIRST_STEPS} steps, which are short"
-        elif RENT * waited >= self._setup_seconds and waited >= self._gain * seconds:
-            self._setup_seconds = 0.0
-        else:
+        if RENT * waited < self._setup_seconds or waited < self._gain * seconds:
             self._why = f"{self.arms[0]}: steps wait {waited / max(seconds, 1e-9):.1%} of their time for the network"
+        elif not is_cheap and self.steps < FIRST_STEPS:
+            self._why = f"{self.arms[0]}: no other is tried in the first {FIRST_STEPS} steps, which are short"
+        else:
+            self._setup_seconds = 0.0
         self._go_on()
 
     def _look(self) -> None:

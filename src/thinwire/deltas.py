@@ -209,9 +209,8 @@ def _parse(delta: bytes) -> tuple[list[Any], list[bytes]]:
         rows = json.loads(bytes(body[:length]))
         codes, at = [], length
         for name, _dtype, shape, count, _before, _after, sizes in rows:
-            if not all(isinstance(number, int) and number >= 0 for number in (*shape, count, *sizes)) or not isinstance(
-                name, str
-            ):
+            are_numbers = all(isinstance(number, int) and number >= 0 for number in (*shape, count, *sizes))
+            if not are_numbers or not isinstance(name, str) or (count and not (sizes and all(sizes))):
                 raise ValueError
             for size in sizes:
                 codes.append(bytes(body[at : at + size]))

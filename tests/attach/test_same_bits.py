@@ -167,6 +167,45 @@ def test_a_resumed_run_has_the_bits_of_one_that_went_on(
     assert len(set(lines)) >= len(lines) / 2, "once a run"
 
 
+class Blocks(nn.Module):
+    """Blocks in the order that a step has, as with alternating losses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(400, 400, bias=False) for _ in range(6))
+
+    def forward(self, rows: Tensor, order: list[int]) -> Tensor:
+        for number in order:
+            rows = rows + self.blocks[number](rows).tanh()
+        return rows.square().mean()
+
+
+def _goes_on_in_another_order(context: RankContext) -> None:
+    def run(steps: range, state: Any = None) -> tuple[Any, Tensor]:
+        torch.manual_seed(0)
+        model = Blocks()
+        sync = thinwire.attach(model, dense="native")
+        if state is not None:
+            model.load_state_dict(state[0])
+            sync.load_state_dict(state[1])
+        for step in steps:
+            model.zero_grad()
+            rows = torch.randn(8, 400, generator=torch.Generator().manual_seed(100 * step + context.rank))
+            model(rows, [5, 3, 1, 0, 2, 4] if step == 2 else list(range(6))).backward()
+        saved = copy.deepcopy((model.state_dict(), sync.state_dict()))
+        sync.detach()
+        return saved, torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+
+    saved, _ = run(range(2))
+    _, through = run(range(4))
+    _, resumed = run(range(2, 4), saved)
+    assert torch.equal(through, resumed)
+
+
+def test_a_plain_module_that_resumes_in_another_order_has_the_bits_of_one_that_went_on() -> None:
+    run_ranks(_goes_on_in_another_order, world_size=3, timeout_seconds=60)
+
+
 FROZEN: dict[str, Any] = {
     "version": 3,
     "steps": 3,

@@ -637,6 +637,36 @@ def test_states_of_all_ranks_in_one_file() -> None:
     run_ranks(_gathered, world_size=2, timeout_seconds=60)
 
 
+def _gathered_in_the_background(context: RankContext) -> None:
+    """What is in the model before is of a run that blew up, say: no round may copy it."""
+    model = made()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sync: Any = attached(model, shadow_sync("average"), optimizer)
+    step(model, optimizer, context.rank, 0)
+    written = [sync.gathered().state_dict()]
+    dist.broadcast_object_list(written, src=0)
+    saved, begun, thread = parameters(model), [], threading.get_ident()
+    begin = sync._rounds._begin
+
+    def watched() -> None:
+        if threading.get_ident() == thread:
+            begun.append(parameters(model))
+        begin()
+
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(9.0)
+    sync._rounds._begin = watched
+    sync.gathered().load_state_dict(written[0])
+    assert len(begun) == 1
+    assert torch.equal(begun[0], saved), "rounds begin when the rank's own parameters are back"
+    sync.detach()
+
+
+def test_rounds_in_the_background_begin_again_after_a_state_is_whole() -> None:
+    run_ranks(_gathered_in_the_background, world_size=2, timeout_seconds=60)
+
+
 def _fewer_ranks(context: RankContext, options: dict[str, Any]) -> None:
     """Another number of ranks goes on from the anchors, with all that compressors owe."""
     model = made()

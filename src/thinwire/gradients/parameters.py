@@ -57,6 +57,10 @@ class Trained:
         """Number of sparse dimensions that its gradient travels with; 0 if it travels dense."""
         return self.sparse_dim if self.is_sparse else 0
 
+    def of_kind(self, kind: int) -> Trained:
+        """Return it with a gradient that travels with so many sparse dimensions."""
+        return replace(self, is_sparse=kind > 0, is_table=self.is_table and kind == 0, sparse_dim=max(kind, 1))
+
     @property
     def local(self) -> Tensor:
         """The parameter, or this rank's part of a DTensor."""
@@ -222,11 +226,22 @@ class ParameterHooks(Plug):
         """Names of all parameters in the order in which their gradients are expected, for `expect_order`."""
         return [self.trained[index].name for index in self._order]
 
-    def expect_order(self, names: Sequence[str]) -> None:
-        """Expect gradients in the order of another run, so that sums of groups have its bits from the first step on."""
+    @property
+    def kinds(self) -> dict[str, int] | None:
+        """Numbers of sparse dimensions of gradients, by name; None before ranks have agreed on them and the order."""
+        return {entry.name: entry.kind for entry in self.trained} if self._is_ordered else None
+
+    def expect_order(self, names: Sequence[str], kinds: Mapping[str, int] | None) -> None:
+        """Expect gradients in the order of another run, so that sums of groups have its bits from the first step on.
+
+        Args:
+            kinds: those of that run. Without them ranks agree on order and kinds after the first pass here.
+        """
         index = {entry.name: number for number, entry in enumerate(self.trained)}
         if index.keys() == set(names):
             self._order = [index[name] for name in names]
+            if kinds is not None:
+                self.trained, self._is_ordered = [entry.of_kind(kinds[entry.name]) for entry in self.trained], True
             self.regroup(self._planned)
 
     def regroup(self, planned: Groups | None) -> None:
@@ -321,10 +336,7 @@ class ParameterHooks(Plug):
         for index, ranks in enumerate(zip(*gathered, strict=True)):
             kinds = {int(kind) for kind in ranks if kind}
             if kinds:
-                kind = max(kinds.pop(), 0) if len(kinds) == 1 else 0
-                entry = self.trained[index]
-                is_table = entry.is_table and kind == 0
-                self.trained[index] = replace(entry, is_sparse=kind > 0, is_table=is_table, sparse_dim=max(kind, 1))
+                self.trained[index] = self.trained[index].of_kind(max(kinds.pop(), 0) if len(kinds) == 1 else 0)
         self._is_ordered = True
         self.regroup(self._planned)
 

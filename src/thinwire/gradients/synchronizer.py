@@ -324,7 +324,8 @@ class Synchronizer(Attached):
         routes = [collective.state_dict() for collective in self._sums.collectives]  # each of other tables
         keys = routes[0] if routes else ()
         state["routes"] = {key: dict(ChainMap(*(one[key] for one in routes))) for key in keys} or None
-        state["order"] = self._plug.names if isinstance(self._plug, ParameterHooks) else None
+        hooks = self._plug if isinstance(self._plug, ParameterHooks) else None
+        state["order"], state["kinds"] = (None, None) if hooks is None else (hooks.names, hooks.kinds)
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -348,7 +349,7 @@ class Synchronizer(Attached):
         if rows is not None and state.get("rows") is not None:
             rows.load_state_dict(state["rows"])
         if isinstance(self._plug, ParameterHooks) and state.get("order") is not None:
-            self._plug.expect_order(state["order"])
+            self._plug.expect_order(state["order"], state.get("kinds"))
         if not getattr(self._model, "static_graph", False):  # whose first backward cannot let tables wait
             self._buckets.expect(state["unions"])
         self._steps.count = int(state["steps"])

@@ -254,6 +254,10 @@ class OuterLoop(Attached):
             self._rounds.load_state_dict(state)  # which waits for what is in flight and writes to memories
             if self._speaks:
                 self._averager.load_state_dict(state["averager"])
+            if "own" in state:  # of `gathered`: rounds that begin copy what is in the model then
+                load_local_state(self._optimizer, state["optimizer"])
+                self._rounds.anchors.load_own(state["own"])
+                reshard(self._model)
 
     def gathered(self) -> Gathered:
         """Return the states of all ranks as one object, as `Synchronizer.gathered`.
@@ -264,16 +268,10 @@ class OuterLoop(Attached):
         """
         runs_jobs: Any = self._rounds  # as a lane does, but between rounds
         number = 0 if self._host is None else self._host.number
-        return Gathered(runs_jobs, self._state_of_rank, self._load_state_of_rank, number)
+        return Gathered(runs_jobs, self._state_of_rank, self.load_state_dict, number)
 
     def _state_of_rank(self) -> dict[str, Any]:
         return {**self.state_dict(), "own": self._rounds.anchors.own(), "optimizer": local_state(self._optimizer)}
-
-    def _load_state_of_rank(self, state: dict[str, Any]) -> None:
-        self.load_state_dict(state)
-        load_local_state(self._optimizer, state["optimizer"])
-        self._rounds.anchors.load_own(state["own"])
-        reshard(self._model)
 
     def watch_lane(self, watcher: Callable[[float, float], None] | None) -> None:
         """Call ``watcher`` with the start and end of each job, as `Synchronizer.watch_lane`."""

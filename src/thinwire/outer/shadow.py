@@ -156,6 +156,7 @@ class ShadowRounds(Rounds):
         try:
             yield
         finally:
+            self._trained = self._staging.hand_over(())
             self._begin()
 
     def drop(self) -> None:

@@ -522,6 +522,10 @@ def _disagree(context: RankContext) -> None:
         attached(model, local_sgd(every=2 + context.rank), optimizer)
     with pytest.raises((ValueError, MismatchError), match="no parameter of the model"):
         attached(model, local_sgd(), torch.optim.SGD(made().parameters() if context.rank else model.parameters(), 0.1))
+    torch.use_deterministic_algorithms(context.rank == 1)
+    with pytest.raises(MismatchError, match="use_deterministic_algorithms"):
+        attached(model, local_sgd(every=2), optimizer)
+    torch.use_deterministic_algorithms(False)
     sync = attached(model, local_sgd(every=2), optimizer)
     with pytest.raises(ValueError, match="runs already"):
         attached(model, local_sgd(every=2), optimizer)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 from torch.futures import Future
 
@@ -221,5 +222,6 @@ class Rounds(ABC):
 
 def agree(lane: Lane, text: str, averager: Averager) -> None:
     """Raise MismatchError on all ranks unless they run the same."""
+    same_bits = f"torch.use_deterministic_algorithms({torch.are_deterministic_algorithms_enabled()})"
     with lane.setting_up():
-        lane.channel(Subject("attach", "\n".join([text, *averager.describe()]))).open()
+        lane.channel(Subject("attach", "\n".join([text, same_bits, *averager.describe()]))).open()

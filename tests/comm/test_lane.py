@@ -23,6 +23,7 @@ from thinwire.comm.channel import Subject
 from thinwire.comm.connections import PrivateGroup
 from thinwire.comm.lane import Lane, private_group
 from thinwire.comm.notes import Notes
+from thinwire.comm.process_group import lost_peer
 from thinwire.errors import CorruptHeaderError, LostPeerError, PeerError, ThinwireError, raising
 from thinwire.lab.testbed.launch import RankContext, run_ranks
 from thinwire.sums import lossless
@@ -323,6 +324,26 @@ def test_who_received_a_report_is_not_named_before_the_rank_that_sent_it(monkeyp
     assert type(reported) is PeerError
     assert type(failed) is MemoryError
     assert [(type(error), error.rank) for error in others] == [(LostPeerError, 1)] * 2
+
+
+def test_a_job_that_had_begun_when_the_lane_broke_off_names_the_rank_that_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its own error says no more than that connections are closed."""
+    lane, truth = _alone(), LostPeerError("rank 1 failed")
+    truth.rank = 1
+    go_on = _waits(lane, "bucket 0")
+    monkeypatch.setattr(lane.notes, "truth", lambda: truth)
+    second = lane.submit(
+        lambda lane, begun: raising(lost_peer(RuntimeError("Connection closed"), 0, 2))(),
+        begin=lambda lane: lane.channel(Subject("bucket 1", "")),
+    )
+    lane.lost_to(RuntimeError("Connection closed"))
+    go_on()
+    with pytest.raises(LostPeerError, match="rank 1 failed") as caught:
+        second.wait()
+    assert caught.value.rank == 1
+    lane.close()
 
 
 def test_an_interrupt_while_a_job_begins_breaks_the_lane_in_the_turn_of_the_job() -> None:

@@ -739,7 +739,8 @@ class Lane:
             if ranks_told(error) >= self.world_size:
                 raise
             self._give_up(error)
-            truth = self._truth() if is_of_a_peer(error) and not was_broken else None
+            is_named = was_broken and getattr(error, "rank", None) is not None  # as by `check`, which says more
+            truth = self._truth() if is_of_a_peer(error) and not is_named else None
             if truth is None:
                 raise
             raise truth from error

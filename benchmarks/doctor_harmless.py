@@ -15,6 +15,7 @@ import argparse
 import hashlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -77,11 +78,12 @@ def interrupted(command: list[str], where: Path, environment: dict[str, str]) ->
 def torchrun(name: str, steps: int, where: Path, environment: dict[str, str]) -> tuple[str, str]:
     """Train on two ranks; return where they began and where they ended, which all print alike."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(SCRIPT)]
-    lines = run([*command, name, "--steps", str(steps)], where, environment).splitlines()
-    began, ended = ({line for line in lines if line.startswith(word)} for word in ("BEGAN", "ENDED"))
+    said = run([*command, name, "--steps", str(steps)], where, environment)
+    # two ranks may write one line, one behind the other
+    began, ended = (set(re.findall(rf"{word} (\d+ [0-9a-f]{{12}})", said)) for word in ("BEGAN", "ENDED"))
     if len(began) != 1 or len(ended) != 1:
         raise RuntimeError(f"ranks differ: {began}, {ended}")
-    return began.pop().removeprefix("BEGAN "), ended.pop().removeprefix("ENDED ")
+    return began.pop(), ended.pop()
 
 
 def files(where: Path) -> dict[str, str]:

@@ -31,17 +31,11 @@ SCRIPT = Path(__file__).with_name("loss_scripts.py")
 RANKS, SEEDS = 4, (11, 12, 13, 14)
 
 
-class Endless(StepClock):
-    """A clock that does not end the script."""
-
-    is_done = False
-
-
 def train_rank(context: RankContext, name: str, steps: int, rate: float, seed: int, advice: Advice, log: str) -> None:
     os.environ.update(torchrun_environment(context), LOSS_LOG=log)
     silence()
-    clock = Endless(slowest)
-    with _advised(advice, clock):
+    clock = StepClock(slowest, on_enough=lambda: None)
+    with _advised(advice, clock, lambda function: function):
         arguments = ["--steps", str(steps), "--seed", str(seed), "--lr", str(rate * LEARNING_RATES[name])]
         run_as_main(str(SCRIPT), [name, *arguments])
     clock.close()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import runpy
 import signal
 
 import pytest
 
-from thinwire.lab.analyze.failure import ScriptError, describe
+from thinwire.lab.analyze import failure
+from thinwire.lab.analyze.failure import ScriptError, describe, raised_by_script
 from thinwire.lab.testbed.launch import Outcome, RanksFailed
 
 LOST = "RuntimeError: [tcp] Connection closed by peer [127.0.0.1]:1234"
@@ -43,3 +45,10 @@ def test_an_error_beats_an_exit_and_that_a_signal(
     ]
     returned = Outcome(2, [], None, 0)
     assert last in describe("train.py", RanksFailed("", [*outcomes, returned])).splitlines()[-1]
+
+
+def test_a_module_that_a_package_lacks_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failure, "_LIBRARIES", (*failure._LIBRARIES, __file__))
+    with pytest.raises(ScriptError) as raised, raised_by_script("-m json.nosuch"):
+        runpy.run_module("json.nosuch")
+    assert str(raised.value) == "ImportError: No module named json.nosuch"

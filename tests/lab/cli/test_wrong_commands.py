@@ -37,6 +37,12 @@ def error_of(*arguments: str, columns: int = 300) -> str:
         (["bench", "train", "--job", "nosuch"], "unknown job 'nosuch'; legal are lstm, digits"),
         (["plan", "--measure", "--job", "nosuch"], "unknown job 'nosuch'; legal are lstm, digits"),
         (["doctor", "train"], "unknown job 'train'; legal are lstm, digits"),
+        (["doctor", "-m", "nosuch.train"], "cannot import -m nosuch.train: No module named 'nosuch'"),
+        (["analyze", "-m", "nosuch.train"], "cannot import -m nosuch.train: No module named 'nosuch'"),
+        (["doctor", "wrong.py"], "wrong.py, line 2: invalid syntax"),
+        (["analyze", "wrong.py"], "wrong.py, line 2: invalid syntax"),
+        (["doctor", "zeros.py"], "zeros.py: source code string cannot contain null bytes"),
+        (["bench", "train", "--job", "nosuch.py:make"], "there is no file nosuch.py"),
         (["holder", "--status", "--stop"], "give one of --status, --stop"),
         (["holder", "--bind", "no such host"], "--bind no such host: "),
     ],
@@ -48,6 +54,8 @@ def test_one_line_names_the_mistake(
     monkeypatch.delenv("THINWIRE_SECRET", raising=False)
     monkeypatch.setenv("THINWIRE_HOLDER", str(tmp_path / "holder.sock"))
     monkeypatch.chdir(tmp_path)
+    Path("wrong.py").write_text("import torch\ndef train(:\n")
+    Path("zeros.py").write_bytes(b"\0")
     said = error_of(*command)
     assert said.startswith(f"error: {says}")
     assert "\n" not in said
@@ -132,6 +140,14 @@ def test_the_usage_is_one_line(command: str) -> None:
     (usage,) = [line.strip() for line in text.splitlines() if "Usage:" in line]
     assert "[ARGS]..." in usage
     assert "[[" not in usage
+
+
+@pytest.mark.parametrize("command", ["doctor", "analyze", "plan", "bench", "bench sync", "bench train"])
+def test_help_has_an_example_with_json(command: str) -> None:
+    text = CliRunner().invoke(app, [*command.split(), "--help"], env={"COLUMNS": "160"}).output
+    example = text[text.index("Example") :]
+    assert f"thinwire {command}" in example
+    assert "--json" in example
 
 
 @pytest.mark.parametrize("command", ["", "demo", "doctor", "bench"])

@@ -426,9 +426,7 @@ def test_a_lossy_way_is_not_taken_by_one_slow_trial_of_the_exact_one(monkeypatch
     assert usual < 2 * step_seconds(diagnosed.measurement, lossy), "no measured step is too far from its prediction"
     advised, tried = [(option, Advice(option.name)) for option in (stock, lossy)], []
 
-    def run(
-        function: object, script: str, arguments: object, advice: Advice, *_: object, **s: Any
-    ) -> list[list[float]]:
+    def run(function: object, script: str, data: object, advice: Advice, *more: object, **settings: Any) -> Any:
         tried.append(advice.name)
         is_slow = advice.name == STOCK and tried.count(STOCK) == 1
         return [[1.4 * usual if is_slow else usual]] * 4
@@ -443,9 +441,7 @@ def test_trials_end_in_time_by_trying_less_in_their_order(monkeypatch: pytest.Mo
     advised = [(way, Advice(way.name)) for way in finalists(diagnosed)]
     tried, now = [], [0.0]
 
-    def run(
-        function: object, script: str, arguments: object, advice: Advice, *_: object, **s: Any
-    ) -> list[list[float]]:
+    def run(function: object, script: str, data: object, advice: Advice, *more: object, **settings: Any) -> Any:
         tried.append(advice.name)
         now[0] += 5.0 + trials.seconds_of_trial(step[advice.name])
         return [[step[advice.name]]] * 4

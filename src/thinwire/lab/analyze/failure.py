@@ -124,9 +124,10 @@ def _failed(failed: RanksFailed) -> list[Outcome]:
 
 
 def _text_of(error: Exception, script: str) -> str:
-    """Return the traceback with the frames of the user's files; with all, if there are none and it is no typo."""
+    """Return the traceback with the frames of the user's files. Without any, a typo or a missing module has none and no
+    cause, other errors have all."""
     shown = traceback.TracebackException.from_exception(error)
     theirs = [frame for frame in shown.stack if frame.filename == script or not frame.filename.startswith(_LIBRARIES)]
-    if theirs or isinstance(error, SyntaxError):
+    if theirs or isinstance(error, (SyntaxError, ImportError)):
         shown.stack = traceback.StackSummary.from_list(theirs)
-    return "".join(shown.format()).strip()
+    return "".join(shown.format(chain=bool(theirs) or not isinstance(error, ImportError))).strip()

@@ -58,9 +58,17 @@ class _Benchmarks(LazyGroup):
     }
 
 
+EXAMPLES = """Examples:
+
+thinwire bench train --job digits --methods ddp,bf16,top_k --json out.json
+
+thinwire bench sync --link 100mbit --workload lstm --json out.json
+"""
+
 app = typer.Typer(
     cls=_Benchmarks,
     add_completion=False,
+    epilog=EXAMPLES,
     no_args_is_help=True,
     help="Measure thinwire and its rivals on emulated hosts.",
 )

@@ -21,7 +21,8 @@ app = typer.Typer(add_completion=False)
 
 
 @app.command(
-    cls=Command, epilog="Example: thinwire bench train --job digits --methods ddp,bf16,top_k --report out.html"
+    cls=Command,
+    epilog="Example: thinwire bench train --job digits --methods ddp,bf16,top_k --json out.json --report out.html",
 )
 def train(
     job: str = option(
@@ -62,7 +63,6 @@ def train(
     console = open_console({"--report": report, "--json": json_path})
     with clear_errors(ValueError, ImportError, NetAdminError, RanksFailed):
         check_job(job)
-        announce(job)
         earlier = None if compare is None else load_rows(compare)
         emulated = where(hosts, None, link)
         benchmark = TrainBenchmark(
@@ -77,6 +77,7 @@ def train(
             autocast=autocast,
             accumulate=accumulate,
         )
+        announce(job)
         result = _run(benchmark, quiet)
         if not is_first_rank():
             return

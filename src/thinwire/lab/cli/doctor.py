@@ -40,7 +40,7 @@ EXAMPLES = """Examples:
 
 thinwire doctor train.py --lr 0.1
 
-thinwire doctor --ranks 4 --link 1gbit --picture doctor.png train.py
+thinwire doctor --ranks 4 --link 1gbit --picture doctor.png --json doctor.json train.py
 
 thinwire doctor --link 100mbit --loss 1% -m package.train --lr 0.1
 

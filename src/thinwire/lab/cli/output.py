@@ -21,6 +21,7 @@ from rich.text import Text
 
 from thinwire.errors import MissingPackageError
 from thinwire.lab.missing import missing_package, naming
+from thinwire.lab.sources import parsed, top_level
 
 STDOUT = Path("-")
 PIPE_COLUMNS = 160
@@ -257,12 +258,19 @@ def _is_ours(path: Path) -> bool:
 
 
 def existing_script(name: str) -> Path:
-    """Return the path of a training script. Raise FileNotFoundError if there is none, before ranks are started.
+    """Return the path of a training script, before ranks are started; ``-m MODULE`` is returned as it is.
 
-    ``-m MODULE`` is returned as it is: where the module is looked for, its packages are imported.
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is no Python; there is no package of this module. Where the module is looked for in it, the
+            package is imported.
     """
-    if not name.startswith("-m ") and not os.path.isfile(name):  # False also where the directory may not be entered
+    if name.startswith("-m "):
+        top_level(name.removeprefix("-m "), name)
+    elif not os.path.isfile(name):  # False also where the directory may not be entered
         raise FileNotFoundError(f"there is no script {name}: give the path of a Python file")
+    else:
+        parsed(Path(name))
     return Path(name)
 
 

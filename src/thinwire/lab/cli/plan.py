@@ -34,7 +34,7 @@ thinwire plan --measure --hosts 8 --link 100mbit --job lstm --output plan.json
 
 torchrun --nproc-per-node 4 --no-python thinwire plan --measure --job mytrain:make --output plan.json
 
-thinwire plan show plan.json
+thinwire plan show plan.json --json -
 """
 
 app = typer.Typer(cls=CommandGroup, invoke_without_command=True, add_completion=False, epilog=_EXAMPLES)

@@ -17,7 +17,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -28,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from thinwire.lab.analyze.failure import first_error
+from thinwire.lab.sources import parsed, top_level
 from thinwire.lab.testbed.launch import RanksFailed
 
 if TYPE_CHECKING:
@@ -197,11 +197,8 @@ def _file_of(text: str) -> Path | None:
         ValueError: there is no such module, or no such package of a module.
     """
     module = text.rpartition(":")[0]
-    top = module.partition(".")[0]
-    spec = PathFinder.find_spec(top, [os.getcwd()]) or importlib.util.find_spec(top)
-    if spec is None:
-        raise ValueError(f"cannot import {text}: No module named {top!r}; run from the directory that holds it")
-    return Path(spec.origin) if module == top and spec.origin and spec.origin.endswith(".py") else None
+    spec = top_level(module, text)
+    return Path(spec.origin) if "." not in module and spec.origin and spec.origin.endswith(".py") else None
 
 
 def _may_define(path: Path, name: str) -> bool:
@@ -210,10 +207,7 @@ def _may_define(path: Path, name: str) -> bool:
     Raises:
         ValueError: the file is no Python.
     """
-    try:
-        nodes = list(ast.walk(ast.parse(path.read_bytes(), str(path))))
-    except SyntaxError as error:
-        raise ValueError(f"{path}, line {error.lineno}: {error.msg}") from error
+    nodes = list(ast.walk(parsed(path)))
     names = {getattr(node, field, None) for node in nodes for field in ("name", "asname", "id")}
     return not names.isdisjoint({name, "*", "__getattr__", "globals", "exec", "setattr"})
 

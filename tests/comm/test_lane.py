@@ -346,6 +346,32 @@ def test_a_job_that_had_begun_when_the_lane_broke_off_names_the_rank_that_failed
     lane.close()
 
 
+def test_whoever_meets_a_lane_that_breaks_off_names_the_rank_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As training does whose collective failed while the lane's thread leaves its note."""
+    lane, leaves, goes_on = _alone(), threading.Event(), threading.Event()
+    leave = lane.notes.leave
+
+    def slowly(note: notes_module.Note) -> None:
+        leaves.set()
+        assert goes_on.wait(PATIENCE)
+        leave(note)
+        truth = LostPeerError("rank 1 failed")
+        truth.rank = 1
+        monkeypatch.setattr(lane.notes, "truth", lambda: truth)
+
+    monkeypatch.setattr(lane.notes, "leave", slowly)
+    error = lost_peer(RuntimeError("Connection closed"), 0, 2)
+    with ThreadPoolExecutor(2) as pool:
+        pool.submit(lane.break_off, str(error), error)
+        assert leaves.wait(PATIENCE)
+        checked = pool.submit(lane.check, "a collective")
+        goes_on.set()
+        with pytest.raises(LostPeerError, match=r"rank 1 failed\. rank 0, a collective: not synchronized") as caught:
+            checked.result(PATIENCE)
+    assert caught.value.rank == 1
+    lane.close()
+
+
 def test_an_interrupt_while_a_job_begins_breaks_the_lane_in_the_turn_of_the_job() -> None:
     lane = _alone()
     go_on = _waits(lane, "bucket 0")

@@ -343,6 +343,8 @@ def test_five_percent_do_not_buy_a_way_that_loses_more() -> None:
     found = [way(STOCK, 1.0), way("bf16", 0.55, "bf16"), way("power_sgd", 0.300, "power_sgd")]
     assert best_option(measured, [*found, way("top_k", 0.283, TOP_K)]).name == "power_sgd"
     assert best_option(measured, [*found[:2], way("qsgd", 0.44, "qsgd:bits=8")]).name == "bf16", "1.25 times"
+    near = [way("bf16", 0.83, "bf16"), way("qsgd", 0.73, "qsgd:bits=8"), way("power_sgd", 0.69, "power_sgd")]
+    assert best_option(measured, [found[0], *near]).name == "qsgd", "bf16 is 1.2 times as fast as stock"
 
 
 def test_a_step_of_several_synchronizations_costs_as_many() -> None:

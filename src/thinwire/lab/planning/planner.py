@@ -244,10 +244,11 @@ def best_option(measurement: Measurement, priced: Sequence[Option]) -> Option:
     """Return the option that `best_plan` chooses: the simplest one that no other beats by enough.
 
     Stock DDP is simpler than other exact options, they are simpler than lossless ones, these than lossy ones, and among
-    them the less lossy one is; of equals the one without a plan. "Enough" is `WORTH` among exact options, `TAKEN` of a
-    lossless one over another exact one, `PLAN_WORTH` of a plan over a line that loses as much, and `LOSSY_WORTH` of
-    any that loses more. Where short trainings have shown how many steps a lossy option needs for the dense loss, it has
-    to reach that `PLAN_WORTH` sooner instead.
+    them the less lossy one is; of equals the one without a plan. What is lossy has to beat the best exact one itself,
+    and not only to be near another that does. "Enough" is `WORTH` among exact options, `TAKEN` of a lossless one over
+    another exact one, `PLAN_WORTH` of a plan over a line that loses as much, and `LOSSY_WORTH` of any that loses
+    more. Where short trainings have shown how many steps a lossy option needs for the dense loss, it has to reach
+    that `PLAN_WORTH` sooner instead.
 
     Args:
         found: options; the first must be stock DDP.
@@ -266,10 +267,12 @@ def best_option(measurement: Measurement, priced: Sequence[Option]) -> Option:
             worth = PLAN_WORTH if option.loss == by.loss else LOSSY_WORTH
         return step_seconds(measurement, option) > worth * step_seconds(measurement, by)
 
+    exact = min((option for option in simplest_first if option.is_exact), key=lambda option: option.seconds)
+    worthy = [option for option in simplest_first if option.is_exact or is_beaten(exact, option)]
     return next(
         option
-        for index, option in enumerate(simplest_first)
-        if not any(is_beaten(option, other) for other in simplest_first[index + 1 :])
+        for index, option in enumerate(worthy)
+        if not any(is_beaten(option, other) for other in worthy[index + 1 :])
     )
 
 

@@ -52,3 +52,9 @@ def test_a_module_that_a_package_lacks_is_one_line(monkeypatch: pytest.MonkeyPat
     with pytest.raises(ScriptError) as raised, raised_by_script("-m json.nosuch"):
         runpy.run_module("json.nosuch")
     assert str(raised.value) == "ImportError: No module named json.nosuch"
+
+
+def test_a_file_of_a_package_is_to_be_given_as_its_module() -> None:
+    error = "ImportError: attempted relative import with no known parent package"
+    text = describe("train.py", RanksFailed("", [Outcome(0, None, RAISED + error, 1, 0.0)]))
+    assert text.splitlines()[0].endswith("a file of a package is -m PACKAGE.MODULE):")

@@ -98,7 +98,8 @@ def describe_error(script: str, rank: int, error: str) -> str:
         return error
     if error.startswith(_EXITED):
         return f"{script} ended on rank {rank}: {error}. It must run under torchrun; try that first"
-    return f"{script} failed on rank {rank} (it must run under torchrun; try that first):\n{error}"
+    hint = "a file of a package is -m PACKAGE.MODULE" if "no known parent package" in error else "try that first"
+    return f"{script} failed on rank {rank} (it must run under torchrun; {hint}):\n{error}"
 
 
 def describe(script: str, failed: RanksFailed) -> str:

@@ -269,11 +269,7 @@ def best_option(measurement: Measurement, priced: Sequence[Option]) -> Option:
 
     exact = min((option for option in simplest_first if option.is_exact), key=lambda option: option.seconds)
     worthy = [option for option in simplest_first if option.is_exact or is_beaten(exact, option)]
-    return next(
-        option
-        for index, option in enumerate(worthy)
-        if not any(is_beaten(option, other) for other in worthy[index + 1 :])
-    )
+    return next(one for at, one in enumerate(worthy) if not any(is_beaten(one, by) for by in worthy[at + 1 :]))
 
 
 def step_seconds(measurement: Measurement, option: Option) -> float:

@@ -192,6 +192,7 @@ def train(name: str, steps: int) -> None:
             after_step()
     print(f"ENDED {training.steps} {training.digest()}", flush=True)
     dist.destroy_process_group()
+    leave(0)  # with the model alive: what frees it may wait for a thread of Gloo for ever (one in some 20, torch 2.13)
 
 
 def make() -> Any:
@@ -214,4 +215,3 @@ if __name__ == "__main__":
     options = parser.parse_args()
     torch.set_num_threads(1)
     train(options.name, options.steps)
-    leave(0)  # else one in some 20 waits for a thread of Gloo for ever (torch 2.13): docs/start/troubleshooting.md

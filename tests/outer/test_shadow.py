@@ -441,11 +441,14 @@ def of_a_stuck_thread(context: RankContext, directory: str) -> tuple[int, int, b
     training = Training(context, thinwire.outer.shadow_sync("easgd", min_ranks=1), process_group=members)
     training.until_rounds(1)
     if context.rank == 1:
+        while not store.check(["rank 0 waits"]):
+            training.step()
         os.kill(os.getpid(), SIGKILL)
     averager, mean, wakes, stuck = training.rounds.averager, training.rounds.averager.mean, threading.Event(), []
 
     def waits(lane: Lane, differences: dict[str, Tensor], *others: Any) -> RoundReport:
         assert lane._own is not None
+        store.set("rank 0 waits", "")
         while not lane._own.lost():
             threading.Event().wait(0.01)
         stuck.append(threading.current_thread())
@@ -480,4 +483,4 @@ def test_a_thread_that_is_stuck_in_a_lane_of_before_keeps_no_round_from_being_ma
     assert outcome.value is not None, outcome.error
     finished, landed, is_finite, refusals = outcome.value
     assert (is_finite, refusals) == (True, 0)
-    assert landed == finished >= 3
+    assert finished >= landed >= 3, "a round of no steps lands nothing"

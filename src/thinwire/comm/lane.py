@@ -667,9 +667,10 @@ class Lane:
         """Raise ThinwireError if the lane was broken off, so that ``what`` cannot be synchronized; by whom if known."""
         if self._broken is None:
             return
-        with self._breaking:
-            pass  # who breaks off has left its note then
-        self._truth()
+        if not isinstance(self._broken, LostPeerError):
+            with self._breaking:
+                pass  # who breaks off has left its note then
+            self._truth()
         where = f"rank {self.global_rank}, {what}: not synchronized, because the lane stopped after an earlier failure"
         if not isinstance(self._broken, LostPeerError):
             raise ThinwireError(f"{where}: {self._broken}{cure}")

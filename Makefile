@@ -63,7 +63,7 @@ test-slow: kernels ## what starts programs, repeats faults or takes long, and al
 	$(PYTEST) $(REST) $(if $(SHARE),--part $(SHARE))
 
 test-integrations: $(VENV)/.integrations kernels ## train with each framework of the extra `integrations`, stock and with thinwire
-	$(SUITE) -m "integrations" tests/integrations
+	$(SUITE) -m "integrations" -n 2 --dist loadfile tests/integrations
 
 $(VENV)/.integrations: $(STAMP)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,integrations]'

@@ -131,7 +131,7 @@ def _ends(context: RankContext, how: str, is_attached: bool) -> None:
     ("how", "world_size", "jobs"),
     [
         *((how, 2, 1) for how in ENDS),
-        *(pytest.param(how, size, 10, marks=pytest.mark.slow) for how in ENDS for size in (2, 4)),
+        *(pytest.param(how, size, 5, marks=pytest.mark.slow) for how in ENDS for size in (2, 4)),
     ],
 )
 def test_a_job_ends_with_status_0(how: str, world_size: int, jobs: int) -> None:

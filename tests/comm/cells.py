@@ -144,8 +144,8 @@ class Seen:
 def campaign(context: RankContext, scheme: str, kinds: tuple[str, ...], points: tuple[int, ...] | None) -> list[Seen]:
     """All cells of a scheme; ``points`` names some (negative ones from the end), None all.
 
-    Of "auto", which has by far the most points, each point fails in one of the ways, by turns: with all of them it alone
-    took a seventh of the processor's time of all slow tests.
+    Of "auto", which has by far the most points, each point fails in one of the ways, by turns: with all of them it took
+    a seventh of what all slow tests take of processors.
     """
     if scheme.startswith("two_level"):
         os.environ["THINWIRE_HOST"] = f"host {context.rank // 2}"

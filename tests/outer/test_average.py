@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from loopback import LoopbackExchange, run_ranks
 from thinwire import compress
+from thinwire.comm.channel import Channel, Subject
 from thinwire.compress.assign import Dense
 from thinwire.errors import MismatchError
 from thinwire.gradients.buckets import OTHERS
@@ -274,6 +275,27 @@ def test_bytes_of_a_table_follow_its_rows() -> None:
             values = 3 * rows * 32 * 4  # of the others: few rows are the same
             assert 0.95 * values < sent < 1.4 * values
         assert all_rows < 1.01 * dense
+
+
+def test_no_clock_decides_how_a_table_travels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A resumed loop measured its links anew, so that its rounds could add in another order."""
+
+    def refuse() -> None:
+        raise AssertionError("measured")
+
+    def channel(lane: LoopbackLane, subject: Subject) -> Channel:
+        made = opened(lane, subject)
+        made._measure = refuse
+        return made
+
+    opened = LoopbackLane.channel
+    monkeypatch.setattr(LoopbackLane, "channel", channel)
+
+    def train(network: LoopbackExchange) -> None:
+        rank = Rank(network)
+        rank.round(rank.differences(0, rows=20))
+
+    results(4, train)
 
 
 # --- bytes

@@ -66,12 +66,13 @@ class GradientSync:
     decide the same.
 
     Args:
-        is_each_priced: whether "auto" asks for the number of rows each time, and chooses by them alone.
+        by_bytes: whether "auto" asks for the number of rows each time, and chooses by them alone: by no clock, so that
+            two runs of a job have the same bits.
     """
 
-    def __init__(self, scheme: str | Scheme | TwoLevel, is_each_priced: bool = False) -> None:
+    def __init__(self, scheme: str | Scheme | TwoLevel, by_bytes: bool = False) -> None:
         self.scheme = resolve(scheme) or AUTO  # a name would be looked up in every step
-        self._is_each_priced = is_each_priced
+        self._by_bytes = by_bytes
         self.in_rank_order = torch.are_deterministic_algorithms_enabled()  # tables under "auto": bits by no clock
         self.records = ParameterRecords()
         self.choices: dict[str, str] = {}  # under "auto": the scheme of a group's next step, by its parameters
@@ -217,7 +218,7 @@ class GradientSync:
 
     def _synchronize(self, lane: Lane, group: Group) -> list[Tensor]:
         """Synchronize all tables of a group at once."""
-        is_windowed = self.scheme == AUTO and not self._is_each_priced
+        is_windowed = self.scheme == AUTO and not self._by_bytes
         window = self._window(group) if is_windowed else None
         plan = self._plan(group, window)
         channel = lane.channel(_subject(group, plan))
@@ -231,7 +232,7 @@ class GradientSync:
         def choose(rows: SparseRows, channel: Channel) -> Scheme | TwoLevel:
             point = None if window is None else window.choice
             if point is None or point.is_dense:
-                return chosen(rows, channel, self.in_rank_order)
+                return chosen(rows, channel, self.in_rank_order, self._by_bytes)
             return placed(point, channel)
 
         rows, scheme = agree(prepare, plan, channel, choose)

@@ -260,7 +260,7 @@ class Averager:
     def _enter(self, lane: Lane) -> None:
         """Begin with the ranks of a lane, which know nothing of each other."""
         self._statistics.world_size = lane.world_size
-        self._tables = GradientSync(self._scheme, is_each_priced=True)  # rounds are seldom, and unlike each other
+        self._tables = GradientSync(self._scheme, by_bytes=True)  # rounds are seldom, and unlike each other
         self._tables.records = self._statistics.records
         self._compressed: CompressedSync | None = None
         dense = [

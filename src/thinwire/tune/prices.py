@@ -149,15 +149,18 @@ def choose(
     return DENSE if is_dense(demand) else ranked(prices(demand, machine, hosts), current)[0].scheme
 
 
-def chosen(rows: SparseRows, channel: Channel, in_rank_order: bool = False) -> Scheme | TwoLevel:
+def chosen(
+    rows: SparseRows, channel: Channel, in_rank_order: bool = False, by_bytes: bool = False
+) -> Scheme | TwoLevel:
     """Return the choice of "auto" for rows like these, after `Channel.open` gathered how many the ranks hold.
 
     All ranks get the same answer, since it follows from numbers that all of them know. The first call measures the
-    machine. With ``in_rank_order`` the bits of the sum do not depend on what it measures.
+    machine, unless ``by_bytes``. With ``in_rank_order`` the bits of the sum do not depend on what it measures.
     """
     sizes = rows.num_rows, rows.width, rows.values.element_size()
     demand = Demand.of(channel.held, *sizes, in_rank_order=in_rank_order)
-    return placed(choose(demand, channel.machine(), hosts=ranks_of_hosts(channel.exchange.hosts)), channel)
+    machine = None if by_bytes else channel.machine()
+    return placed(choose(demand, machine, hosts=ranks_of_hosts(channel.exchange.hosts)), channel)
 
 
 def is_dense(demand: Demand) -> bool:

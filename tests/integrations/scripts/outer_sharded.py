@@ -141,7 +141,6 @@ def main() -> None:
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)  # or rounds choose how to sum tables by the clock
     result = {
         "lightning": lightning("lightning"),
         "lightning_resumed": lightning("lightning_resumed", str(FOLDER / "lightning" / "epoch=0.ckpt")),

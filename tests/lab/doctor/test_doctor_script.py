@@ -429,7 +429,6 @@ def test_a_script_without_ddp_is_ended_with_one_sentence_whatever_it_catches() -
     [
         ("import torch\nraise RuntimeError('no data here')\n", "RuntimeError: no data here"),
         ("import torch\ntorch.zeros(2).view(3)\n", "RuntimeError: shape"),
-        ("model = DDP(net\n", "SyntaxError: '(' was never closed"),
     ],
 )
 def test_a_script_that_fails_says_why_once_without_frames_of_libraries(text: str, says: str) -> None:
@@ -439,6 +438,13 @@ def test_a_script_that_fails_says_why_once_without_frames_of_libraries(text: str
     assert result.output.count(says) == 1, result.output
     (frame,) = [line for line in result.output.splitlines() if line.strip().startswith("File ")]
     assert "train.py" in frame
+
+
+def test_a_script_that_does_not_compile_is_one_line_before_any_rank_starts() -> None:
+    written("model = DDP(net\n")
+    result = CliRunner().invoke(app, ["doctor", "--ranks", "3", "train.py"])
+    assert result.exit_code == 2, result.output
+    assert result.output == "error: train.py, line 1: '(' was never closed\n"
 
 
 @pytest.mark.timeout(60)

@@ -264,11 +264,11 @@ def _check_momentum(optimizer: torch.optim.Optimizer, plans: Mapping[str, Planne
     for group in optimizer.param_groups if corrected else ():
         momentum = group.get("momentum") or next(iter(group.get("betas", ())), 0.0)
         if momentum and any(id(parameter) not in others for parameter in group["params"]):
+            name = corrected[0]
             raise ValueError(
-                f"{type(optimizer).__name__} has momentum {momentum:g}, and so has"
-                f" {plans[corrected[0]].compressor.name} of parameter {corrected[0]!r}, which would count it twice: put"
-                " parameters with this compressor in a group with momentum=0.0, of torch.optim.SGD or Muon; others may"
-                " keep theirs, in a group of their own"
+                f"{type(optimizer).__name__} has momentum {momentum:g}, and so has {plans[name].compressor.name} of"
+                f" parameter {name!r}, which would count it twice: put parameters with this compressor in a group with"
+                " momentum=0.0, of torch.optim.SGD or Muon; others may keep theirs, in a group of their own"
             )
 
 

@@ -66,8 +66,7 @@ class Group:
             raise ValueError(f"the group of {self.parameters[0]!r} has {self.size_bytes} bytes: {_HOW}")
         for name, legal in (("exchange", (*REDUCTIONS, "auto")), ("dense", (NATIVE, LOSSLESS))):
             if (value := getattr(self, name)) not in legal:
-                what = f"the group of {self.parameters[0]!r} has {name}={value!r}"
-                raise ValueError(f"{what}; legal are {', '.join(legal)}")
+                raise ValueError(f"group of {self.parameters[0]!r} has {name}={value!r}; legal are {', '.join(legal)}")
         if self.compressor is not None:
             parse(self.compressor)
 

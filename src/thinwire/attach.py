@@ -87,7 +87,7 @@ def attach(
             gradients, and a step that the scaler skips leaves them as they were.
         process_group: the ranks that have a copy of a plain module, as a ProcessGroup or a one-dimensional DeviceMesh
             such as ``mesh["dp"]``; None for all ranks. DDP and FSDP have their own.
-        exclude: parameters and buffers that a plain module leaves alone: names, patterns (``fnmatch``), or parameters.
+        exclude: names, patterns (``fnmatch``) or tensors of what is left alone; DDP and FSDP average what is theirs.
         timeout: how long to wait for a peer; None means the timeout of the model's process group.
 
     Returns:
@@ -182,16 +182,15 @@ class _Grouped:
     def check(self, model: nn.Module, is_on_cpu: bool) -> None:
         """Raise ValueError for a plan or a policy that this model cannot follow."""
         plan, policy = self.plan, self.policy
-        if (plan is not None or policy is not None) and is_sharded(model):
-            raise ValueError(
-                "FSDP decides which gradients travel together: pass the compressor itself as dense=, and neither a plan"
-                " nor a policy of thinwire.fuse"
-            )
-        if policy is not None and isinstance(model, DistributedDataParallel):
+        grouping, is_ddp = plan if policy is None else policy, isinstance(model, DistributedDataParallel)
+        if grouping is not None and (is_sharded(model) or (is_ddp and grouping is policy)):
             raise ValueError(
                 "DDP fixed its buckets when it was built, so no policy can group gradients: attach the plain module"
                 " instead; or make a plan with `thinwire plan --measure`, and build"
                 " DistributedDataParallel(model, bucket_cap_mb_list=plan.bucket_cap_mb_list())"
+                if is_ddp
+                else "FSDP decides which gradients travel together: pass the compressor itself as dense=, and neither a"
+                " plan nor a policy of thinwire.fuse"
             )
         if policy is None and (plan is None or not plan.fallback):
             return

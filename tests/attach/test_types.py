@@ -64,6 +64,7 @@ thinwire.attach(model, rows="two_level:zen", exclude="fc*", timeout=timedelta(se
 thinwire.attach(model, rows=schemes.ZEN, exclude=["fc*", model.weight])
 thinwire.attach(model, dense="lossless", grad_scaler=torch.amp.GradScaler())
 thinwire.attach(model, dense=rules)
+thinwire.attach(model, dense=thinwire.attach(model, dense=rules).methods)
 thinwire.attach(model, dense={"fc*": rule, "*": "native"})
 thinwire.attach(model, dense=rule)
 thinwire.attach(model, dense=lambda parameter: compress.dgc(0.01) if "fc" in parameter.name else "native")

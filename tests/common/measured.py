@@ -9,8 +9,10 @@ import torch
 
 from thinwire.compress.base import Parameter
 from thinwire.lab.planning.measurement import Measurement
+from thinwire.lab.planning.planner import Option
 from thinwire.lab.planning.speeds import COPIES, Codec, DenseCode, Fit, MeasuredLink
 from thinwire.lab.planning.tables import EmbeddingTable
+from thinwire.plan.plan import Group
 from thinwire.plan.profile import Linear
 from thinwire.tune.lossless import Code
 
@@ -38,6 +40,13 @@ def dense_code(
 
 def parameters(shapes: Sequence[tuple[int, ...]] = SHAPES) -> tuple[Parameter, ...]:
     return tuple(Parameter(f"layer{place}.weight", shape) for place, shape in enumerate(shapes))
+
+
+def option(
+    name: str, seconds: float, compressor: str | None = None, exchange: str = "all_reduce", **settings: Any
+) -> Option:
+    """An option that sends a gradient of 16 KiB."""
+    return Option(name, (Group(("layer0.weight",), 16384, compressor, exchange),), seconds, **settings)
 
 
 def table(name: str = "words.weight", world_size: int = 8, **changes: Any) -> EmbeddingTable:

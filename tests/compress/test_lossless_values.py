@@ -124,7 +124,7 @@ def test_whole_gradients_go_in_two_shots_where_that_is_less(world_size: int) -> 
     expected = "all_gather" if world_size == 2 else "two_shot"
     for code in (compress.lossless(), compress.lossless(compress.bf16())):
         assert reduction_for(AUTO, code, parameter, world_size).name == expected
-        assert scattered(code, parameter, world_size).name == "reduce_scatter"
+        assert scattered(code.by(AUTO), parameter, world_size).name == "reduce_scatter"
     sparse = compress.threshold(1.0, values=compress.lossless())
     assert reduction_for(AUTO, with_memory(sparse), parameter, world_size).name == "all_gather"
 

@@ -72,7 +72,7 @@ def taken(way: str, names: Sequence[str]) -> list[str]:
 
     def is_taken(name: str) -> bool:
         try:
-            scattered(FEEDBACK[name], Parameter(name, SHAPE), 2)
+            scattered(FEEDBACK[name].by("auto"), Parameter(name, SHAPE), 2)
         except ValueError:
             return way != "fsdp of shards"
         return True

@@ -132,6 +132,25 @@ def test_a_synchronizer_says_what_it_synchronizes() -> None:
 
 
 @pytest.mark.usefixtures("alone")
+def test_how_each_parameter_travels_is_printed_before_the_first_step_and_can_be_passed_on() -> None:
+    model = nn.Sequential(nn.Embedding(90, 64, sparse=True), *(nn.Linear(64, 64) for _ in range(3)))
+    rules = {"1.*": "auto", "2.weight": compress.top_k(0.01).by("two_shot"), "*": "native"}
+    sync = thinwire.attach(model, dense=rules)
+    rows = {row["name"]: (row["kind"], row["scheme"], row["bytes"]) for row in sync.table()}
+    auto, native = ("all-reduce", "auto", 0), ("all-reduce", "native", 0)
+    assert rows == {"1.weight": auto, "1.bias": auto, "2.bias": native, "3.weight": native, "3.bias": native}
+    methods = sync.methods
+    assert methods["2.weight"] == compress.error_feedback(compress.top_k(0.01)).by("two_shot")
+    sync.detach()
+    again = thinwire.attach(model, dense=methods)
+    assert again.methods == methods
+    again.detach()
+    alike = thinwire.attach(model, dense={"2.weight": compress.bf16()})
+    assert alike.table() == [], "of all that is summed alike there is one row"
+    alike.detach()
+
+
+@pytest.mark.usefixtures("alone")
 def test_a_compressor_of_ones_own_is_written_as_the_docstring_says() -> None:
     example = (compress.__doc__ or "").split("::\n\n", 1)[1]
     names = {"torch": torch, "dataclass": dataclass} | {name: getattr(compress, name) for name in compress.__all__}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Protocol
 
 from torch.optim import Optimizer
@@ -43,12 +44,12 @@ class Methods:
     """How the dense gradients of a model travel: what ``dense=`` of `thinwire.attach` comes to.
 
     Args:
-        exact: how each gradient that is not compressed is summed, by name: "native", "lossless" or "auto".
-        compressed: the method of each compressed gradient, by name.
+        each: the method of each gradient by name, as ``dense=`` takes it.
+        compressed: compressor and reduction of each compressed gradient, by name.
         tables: tables that stay in FSDP's shards, of which only rows travel.
     """
 
-    exact: Mapping[str, str] = field(default_factory=dict)
+    each: Mapping[str, str | Exchanged] = field(default_factory=dict)
     compressed: Mapping[str, Planned] = field(default_factory=dict)
     tables: RowShards | None = None
 
@@ -56,7 +57,12 @@ class Methods:
     def of(cls, dense: Dense, parameters: Sequence[Parameter], others: Sequence[Parameter], world_size: int) -> Methods:
         """Return the methods of a model's parameters, see `thinwire.compress.assign.assign`."""
         methods = assign(dense, parameters, others)
-        return cls(exact_of(methods), planned(methods, parameters, world_size))
+        return cls(methods, planned(methods, parameters, world_size))
+
+    @cached_property
+    def exact(self) -> dict[str, str]:
+        """How each gradient that is not compressed is summed, by name: "native", "lossless" or "auto"."""
+        return {name: method for name, method in self.each.items() if isinstance(method, str)}
 
     def has(self, how: str) -> bool:
         """Return whether any gradient is summed in this way."""
@@ -68,11 +74,6 @@ class Methods:
         for name, how in sorted(self.exact.items()):
             names.setdefault(how, []).append(name)
         return f"dense={next(iter(names))}" if len(names) == 1 else f"dense={names}"
-
-
-def exact_of(methods: Mapping[str, str | Exchanged]) -> dict[str, str]:
-    """Return the methods that are exact sums."""
-    return {name: method for name, method in methods.items() if isinstance(method, str)}
 
 
 @dataclass(frozen=True)
@@ -98,13 +99,11 @@ def planned(
     Raises:
         ValueError: an unknown exchange, or one that the compressor does not allow.
     """
-    plans = {}
-    for parameter in parameters:
-        method = methods[parameter.name]
-        if isinstance(method, Exchanged):
-            reduction = reduction_for(_exchange(method.exchange), method.compressor, parameter, world_size)
-            plans[parameter.name] = Planned(parameter, method.compressor, reduction)
-    return plans
+    return {
+        one.name: Planned(one, how.compressor, reduction_for(_exchange(how.exchange), how.compressor, one, world_size))
+        for one in parameters
+        if isinstance(how := methods[one.name], Exchanged)
+    }
 
 
 def _exchange(exchange: object) -> str | Reduction:

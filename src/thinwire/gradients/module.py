@@ -35,23 +35,18 @@ def module_of(model: nn.Module) -> nn.Module:
 
 
 def left_out(model: nn.Module, chosen: str | Iterable[str | Tensor]) -> frozenset[str]:
-    """Return the names of the parameters and buffers of a plain module that are left alone.
+    """Return the names of the parameters and buffers that are left alone.
 
     Args:
         chosen: names, patterns of names (``fnmatch``), or the parameters themselves, under all of their names.
 
     Raises:
-        ValueError: a name or pattern that matches nothing, a tensor of another model, or a model inside DDP.
+        ValueError: a name or pattern that matches nothing, a tensor of another model, or one that DDP or FSDP
+            synchronizes.
     """
     wanted = [chosen] if isinstance(chosen, (str, Tensor)) else list(() if chosen is None else chosen)
-    if isinstance(model, DistributedDataParallel) and wanted:
-        raise ValueError(
-            "DDP decides itself which parameters it leaves alone: leave out exclude=, and before building it call"
-            " DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)"
-        )
-    if is_sharded(model) and wanted:
-        raise ValueError("FSDP decides itself which parameters it leaves alone: pass ignored_params= to fully_shard")
-    tensors = dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
+    module = module_of(model)
+    tensors = dict([*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)])
     alone: set[int] = set()
     for entry in wanted:
         matches = {
@@ -59,12 +54,20 @@ def left_out(model: nn.Module, chosen: str | Iterable[str | Tensor]) -> frozense
         }
         if not matches:
             shown = repr(entry) if isinstance(entry, str) else f"a {type(entry).__name__} of another model"
-            names = [*tensors, *(f"{name}.*" for name, _ in model.named_modules() if name)]
-            near = get_close_matches(entry, names, n=1, cutoff=0.4) if isinstance(entry, str) else ()
+            known = [*tensors, *(f"{name}.*" for name, _ in model.named_modules() if name)]
+            near = get_close_matches(entry, known, n=1, cutoff=0.4) if isinstance(entry, str) else ()
             hint = f". Did you mean {near[0]!r}?" if near else ""
             raise ValueError(f"exclude has {shown}, which is no parameter or buffer of {type(model).__name__}{hint}")
         alone |= matches
-    return frozenset(name for name, tensor in tensors.items() if id(tensor) in alone)
+    names = frozenset(name for name, tensor in tensors.items() if id(tensor) in alone)
+    wrapped = names if module is not model else {name for name in names if is_dtensor(tensors[name])}
+    if wrapped and (module is not model or is_sharded(model)):
+        raise ValueError(
+            f"exclude has {min(wrapped)!r}, which the model averages itself. DDP: before building it call"
+            " DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names). FSDP: pass"
+            " ignored_params= to fully_shard, and exclude= for these"
+        )
+    return names
 
 
 def synchronized_parameters(model: nn.Module, excluded: Container[str] = ()) -> Iterator[tuple[str, nn.Parameter]]:

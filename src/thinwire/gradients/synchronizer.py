@@ -22,13 +22,14 @@ from thinwire.comm.lane import Lane, lane_stats
 from thinwire.comm.machine import Machine
 from thinwire.comm.process_group import Staging, reduce_scatter_bytes
 from thinwire.compress.assign import AUTO, LOSSLESS
+from thinwire.compress.base import Exchanged
 from thinwire.errors import logger
 from thinwire.gradients.buckets import Buckets, Sums, as_real
 from thinwire.gradients.collective import CollectiveTables, measured
 from thinwire.gradients.compressed import CompressedSync, Statistics
 from thinwire.gradients.compression import GradScaler, Methods
 from thinwire.gradients.ddp import CODES, ROWS, Alone, DdpPlug, LeftToDdp, Plug, keep_group, keeps_buckets
-from thinwire.gradients.exact import GradientSync, NativeAllReduce, is_gloo, is_native, route_asked_for
+from thinwire.gradients.exact import OTHERS, GradientSync, NativeAllReduce, is_gloo, is_native, route_asked_for
 from thinwire.gradients.lossless import LosslessSync
 from thinwire.gradients.module import module_of, synchronized_buffers, synchronized_parameters
 from thinwire.gradients.parameters import ParameterHooks, Trained, indices_of, share_first, trained_parameters
@@ -179,8 +180,8 @@ class Synchronizer(Attached):
             raise
         if not (self._is_left_to_ddp or isinstance(self._plug, Alone)):
             self._lane.submit(partial(_warm_up, self._staging))  # while the first forward runs
-        tables = table_names(self._module, self._names)
-        choice = begin(tables) if begin is not None and tables else None
+        self._tables = table_names(self._module, self._names)
+        choice = begin(self._tables) if begin is not None and self._tables else None
         adopt = None
         if self._lookups.candidates and self._sharding is None:
             adopt = partial(_adopt_tables, self._buckets, self._plug, self._names, begin)
@@ -264,9 +265,25 @@ class Synchronizer(Attached):
         the logger "thinwire", whenever the choice changes.)
 
         For a compressed parameter ``scheme`` is its exchange, ``formats`` its compressor, and ``density`` the fraction
-        of its elements that this rank sent.
+        of its elements that this rank sent. Where parameters are summed exactly in different ways, each has a row with
+        its ``scheme``; their bytes are in the rows of all together.
         """
-        return [record.row() for record in self._records()]
+        exact, records = self._methods.exact, dict(self._gradients.records)
+        if len(set(exact.values())) > 1:
+            records |= {
+                name: ParameterRecord(name, "all-reduce", how, "dense", reason=f"bytes: see {OTHERS!r}")
+                for name, how in exact.items()
+                if not (name in records or name in self._tables)
+            }
+        return [record.row() for record in records.values()]
+
+    @property
+    def methods(self) -> dict[str, str | Exchanged]:
+        """The method of each dense gradient by name, which ``dense=`` of `attach` takes again.
+
+        An embedding table has one for the steps in which its gradient goes with the others.
+        """
+        return dict(self._methods.each)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Accumulate gradients of backward passes inside locally, until the next pass outside sends their sum.

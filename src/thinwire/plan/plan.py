@@ -64,13 +64,9 @@ class Group:
             raise ValueError(f"a group of a plan has no parameters: {_HOW}")
         if self.size_bytes < 0:
             raise ValueError(f"the group of {self.parameters[0]!r} has {self.size_bytes} bytes: {_HOW}")
-        if self.exchange not in (*REDUCTIONS, "auto"):
-            legal = ", ".join((*REDUCTIONS, "auto"))
-            raise ValueError(f"the group of {self.parameters[0]!r} has exchange {self.exchange!r}; legal are {legal}")
-        if self.dense not in (NATIVE, LOSSLESS):
-            raise ValueError(
-                f"the group of {self.parameters[0]!r} has dense={self.dense!r}; legal are {NATIVE}, {LOSSLESS}"
-            )
+        for name, legal in (("exchange", (*REDUCTIONS, "auto")), ("dense", (NATIVE, LOSSLESS))):
+            if (value := getattr(self, name)) not in legal:
+                raise ValueError(f"group of {self.parameters[0]!r} has {name}={value!r}; legal are {', '.join(legal)}")
         if self.compressor is not None:
             parse(self.compressor)
 

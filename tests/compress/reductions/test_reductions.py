@@ -23,7 +23,7 @@ from thinwire.compress.methods.select import TopK, top_k
 from thinwire.compress.reductions import base as exchange_module
 from thinwire.compress.reductions.base import Phase, Result, Stopwatch, Task
 from thinwire.compress.reductions.by_scheme import ByScheme
-from thinwire.compress.reductions.choose import AUTO, REDUCTIONS, reduction_for
+from thinwire.compress.reductions.choose import AUTO, REDUCTIONS, reduction_for, scattered
 from thinwire.compress.state import check_fits, copied, outstanding, redistribute
 from thinwire.compress.wrappers import code_of
 from thinwire.errors import CorruptMessageError, LostPeerError, PeerError, ThinwireError
@@ -435,6 +435,16 @@ def test_auto_takes_the_fewest_bytes(name: str, world_size: int, expected: str) 
 def test_an_impossible_exchange_says_why(name: str, exchange: str, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         reduction_for(exchange, COMPRESSORS[name], MATRICES[0], 4)
+
+
+@pytest.mark.parametrize(
+    ("exchange", "expected"), [(AUTO, "reduce_scatter"), ("two_shot", "reduce_scatter"), ("all_reduce", "all_reduce")]
+)
+def test_gradients_of_shards_take_an_exchange_by_name(exchange: str, expected: str) -> None:
+    """The first of two shots is all that FSDP's shards need."""
+    assert scattered(COMPRESSORS["bf16"].by(exchange), MATRICES[0], 4).name == expected
+    with pytest.raises(ValueError, match=r"bf16 by all_gather .* leave out \.by\(\)"):
+        scattered(thinwire.compress.bf16().by("all_gather"), MATRICES[0], 4)
 
 
 # --- states of another number of ranks

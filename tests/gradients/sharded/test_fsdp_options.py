@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -178,6 +179,30 @@ def _skip_unless_known(setting: str) -> None:
 def test_settings_and_policies_change_no_bit_and_no_prediction(setting: str) -> None:
     _skip_unless_known(setting)
     _run(passes, setting)
+
+
+def _left_alone(context: RankContext) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+    torch.manual_seed(context.rank)
+    model[0].reset_parameters()  # type: ignore[operator]
+    alone, data = copy.deepcopy(model), torch.rand(5, 4)
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)), ignored_params=set(model[0].parameters()))
+    with pytest.raises(ValueError, match=r"'1\.bias', which the model averages itself.* ignored_params="):
+        thinwire.attach(model, exclude=["0.*", "1.bias"])
+    sync = thinwire.attach(model, exclude="0.*")
+    for each in (model, alone):
+        each(data).square().sum().backward()
+    for mine, expected in zip(model[0].parameters(), alone[0].parameters(), strict=True):
+        assert torch.equal(mine, expected), "not the values of rank 0"
+        torch.testing.assert_close(mine.grad, expected.grad)
+    assert [*sync.methods] == ["1.weight", "1.bias"]
+    sync.detach()
+
+
+def test_what_fsdp_ignores_may_stay_on_its_rank() -> None:
+    """As experts that each rank has for itself."""
+    run_ranks(_left_alone, world_size=2, timeout_seconds=60)
 
 
 @pytest.mark.parametrize("ignores", [False, True], ids=["table in shards", "table ignored"])

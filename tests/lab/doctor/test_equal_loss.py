@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from measured import codec, measurement
+from measured import option as measured_option
 from thinwire.lab.doctor.diagnosis import describe, diagnose
 from thinwire.lab.doctor.equal_loss import ShortCurve, ShortRun, contenders, judge
 from thinwire.lab.planning.planner import Option, best_option, price_options
@@ -100,7 +101,7 @@ def test_a_training_that_says_too_little_advises_nothing_lossy() -> None:
 
 def option(name: str, codec: tuple[str, str] | None, seconds: float = 1.0) -> Option:
     text, exchange = codec or (None, "all_reduce")
-    return Option(name, ((0,),), (text,), (exchange,), seconds, is_plain=True)
+    return measured_option(name, seconds, text, exchange, is_plain=True)
 
 
 def test_the_choice_is_by_seconds_to_the_dense_loss() -> None:

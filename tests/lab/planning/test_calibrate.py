@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from measured import measurement
+from measured import measurement, option
 from thinwire.comm.process_group import ring_all_reduce_bytes
 from thinwire.lab.planning.calibrate import best_of_codecs
 from thinwire.lab.planning.measurement import BELIEVED, Measurement
-from thinwire.lab.planning.planner import STOCK, Option, best_option, best_plan, price_options
+from thinwire.lab.planning.planner import STOCK, best_option, best_plan, price_options
 from thinwire.lab.planning.speeds import COPIES, Extra, Fit
+from thinwire.plan.plan import Group
 from thinwire.plan.profile import Linear
 
 TOP_K = "top_k:density=0.01"
@@ -64,9 +65,9 @@ def test_ways_that_end_at_the_same_floor_are_told_apart_by_the_timeline() -> Non
         measurement(100_000, alpha=1e-9, backward_seconds=1.0), extras=(Extra(TOP_K, "all_gather", -9.0),)
     )
     floor = math.fsum(measured.backward_seconds)
-    equal = [Option(name, ((0,),), (TOP_K,), ("all_gather",), floor, timeline_seconds=floor + late)
+    equal = [option(name, floor, TOP_K, "all_gather", timeline_seconds=floor + late)
              for name, late in (("slow", 0.3), ("fast", 0.1), ("middle", 0.2))]  # fmt: skip
-    stock = Option(STOCK, ((0,),), (None,), ("all_reduce",), 2 * floor, is_plain=True)
+    stock = option(STOCK, 2 * floor, is_plain=True)
     assert best_option(measured, [stock, *equal]).name == "fast"
 
 
@@ -89,13 +90,13 @@ def test_a_compressor_that_training_shows_to_be_slow_is_not_taken() -> None:
 
 
 def test_one_way_of_each_compressor_is_tried_its_fastest() -> None:
-    groups = ((0,),)
+    gathered = option("c", 1.0, TOP_K, "all_gather")
     found = [
-        Option("a", groups, (None,), ("all_reduce",), 3.0),
-        Option("b", groups, (None,), ("all_reduce",), 2.0),
-        Option("c", groups, (TOP_K,), ("all_gather",), 1.0),
-        Option("d", groups, (TOP_K,), ("two_shot",), 4.0),
-        Option("e", groups, (None, TOP_K), ("all_reduce", "all_gather"), 0.5),
+        option("a", 3.0),
+        option("b", 2.0),
+        gathered,
+        option("d", 4.0, TOP_K, "two_shot"),
+        replace(gathered, name="e", groups=(Group(("fc.bias",)), *gathered.groups), seconds=0.5),
     ]
     assert [way.name for way in best_of_codecs(found)] == ["b", "e", "d"]
 

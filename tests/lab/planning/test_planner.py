@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from measured import codec, measurement, table
+from measured import codec, measurement, option, table
 from thinwire import fuse
 from thinwire.comm.process_group import ring_all_reduce_bytes, sparse_all_reduce_bytes
 from thinwire.lab.cli.main import app
@@ -160,7 +160,7 @@ def test_what_gains_little_is_not_worth_it_and_what_loses_must_gain_more() -> No
     measured = replace(measurement(), forward_seconds=0.0, rest_seconds=0.0)
 
     def way(name: str, seconds: float, compressor: str | None = None) -> Option:
-        return Option(name, ((0,),), (compressor,), ("all_gather",), seconds)
+        return option(name, seconds, compressor, "all_gather")
 
     stock, exact, lossy = way(STOCK, 1.0), way("exact", 0.95), way("lossy", 0.93, TOP_K)
     assert best_option(measured, [stock, way("exact", 1 / WORTH)]) is stock
@@ -270,7 +270,7 @@ def test_buckets_that_were_seen_are_those_of_stock_ddp() -> None:
     names = measurement().names
     buckets = ((*names[:3], "words.weight"), names[3:])
     measured = replace(measurement(tables=[table(ready_seconds=0.005)]), ddp=DdpSite(buckets))
-    assert stock_option(measured).groups == ((0, 1, 2), (3, 4, 5, 6, 7))
+    assert [group.parameters for group in stock_option(measured).groups] == [names[:3], names[3:]]
     assert usual_groups(measured.whole())[0] == (0, 1, 2, 3)
 
 
@@ -278,9 +278,9 @@ def test_of_ways_that_are_about_as_fast_the_one_that_loses_less_is_taken() -> No
     measured = replace(measurement(), forward_seconds=0.0, rest_seconds=0.0)
 
     def way(compressor: str, seconds: float, is_plain: bool = True) -> Option:
-        return Option(f"{compressor} {seconds}", ((0,),), (compressor,), ("all_gather",), seconds, is_plain=is_plain)
+        return option(f"{compressor} {seconds}", seconds, compressor, "all_gather", is_plain=is_plain)
 
-    stock = Option(STOCK, ((0,),), (None,), ("all_reduce",), 1.0, is_plain=True)
+    stock = option(STOCK, 1.0, is_plain=True)
     rivals = [way(TOP_K, 0.2), way("power_sgd", 0.205), way("bf16", 0.55)]
     assert best_option(measured, [stock, *rivals]).compressors == ("power_sgd",)
     assert best_option(measured, [stock, *rivals[:1], way("power_sgd", 0.27)]).compressors == (TOP_K,)
@@ -295,10 +295,12 @@ def test_the_same_measurement_gives_the_same_plan() -> None:
 
 def test_stock_ddp_has_the_buckets_of_ddp() -> None:
     shapes = [(256, 1000), (32, 1024), (6_500, 1_000), (100, 1_000), (10, 10)]  # 1.02, 0.13, 26, 0.4 MB
-    stock = price_options(measurement(shapes=shapes), (), SIMPLE)[0]
+    measured = measurement(shapes=shapes)
+    stock = price_options(measured, (), SIMPLE)[0]
     assert stock.name == STOCK
-    assert stock.groups == ((0, 1), (2, 3), (4,))
-    assert stock.exchanges == ("all_reduce",) * 3
+    names = measured.names
+    assert [group.parameters for group in stock.groups] == [names[:2], names[2:4], names[4:]]
+    assert {group.exchange for group in stock.groups} == {"all_reduce"}
 
 
 def test_a_bucket_of_stock_ddp_asks_nobody() -> None:
@@ -337,7 +339,7 @@ def test_by_default_the_optimizer_says_what_is_considered() -> None:
 
 def test_five_percent_do_not_buy_a_way_that_loses_more() -> None:
     def way(name: str, seconds: float, compressor: str | None = None) -> Option:
-        return Option(name, ((0,),), (compressor,), ("all_reduce",), seconds, is_plain=True)
+        return option(name, seconds, compressor, is_plain=True)
 
     measured = replace(measurement(), forward_seconds=0.0, rest_seconds=0.0)
     found = [way(STOCK, 1.0), way("bf16", 0.55, "bf16"), way("power_sgd", 0.300, "power_sgd")]

@@ -1,6 +1,6 @@
 """The choice of a reduction for a compressor: one that its type allows, with the fewest bytes."""
 
-from thinwire.compress.base import Compressor, Parameter
+from thinwire.compress.base import Compressor, Exchanged, Parameter
 from thinwire.compress.methods.sparsify import Sparsifier
 from thinwire.compress.papers.hi_top_k import HiTopKReduction
 from thinwire.compress.papers.ok_topk_reduction import OkTopkReduction
@@ -67,20 +67,23 @@ def reduction_for(
     return _GENERIC[min(prices, key=lambda candidate: prices[candidate])]
 
 
-def scattered(compressor: Compressor, parameter: Parameter, world_size: int) -> Reduction:
-    """Return the reduction of fewest bytes for a gradient of which each rank keeps one piece, as of FSDP's shards.
+def scattered(method: Exchanged, parameter: Parameter, world_size: int) -> Reduction:
+    """Return the reduction for a gradient of which each rank keeps one piece, as of FSDP's shards.
 
-    Sums of payloads (power_sgd) are all-reduced; other payloads go to the owners of pieces only.
+    Sums of payloads (power_sgd) are all-reduced; in "two_shot" other payloads go to the owners of pieces only, which is
+    the first shot. "auto" takes the one of fewest bytes.
 
     Raises:
-        ValueError: payloads of the compressor can be averaged in neither way.
+        ValueError: payloads of the compressor cannot be averaged that way.
     """
-    both: tuple[Reduction, ...] = (AllReduce(), ReduceScatter())
-    possible = [one for one in both if _is_possible(one, compressor, parameter)]
+    compressor, asked = method.compressor, method.exchange
+    both: dict[str, Reduction] = {AllReduce.name: AllReduce(), TwoShot.name: ReduceScatter()}
+    possible = [one for name, one in both.items() if asked in (AUTO, name) and _is_possible(one, compressor, parameter)]
     if not possible:
         raise ValueError(
-            f"{compressor.name} cannot compress gradients that are scattered to the owners of their shards (parameter"
-            f" {parameter.name!r}): compress the replicas of a two-dimensional mesh, or use another compressor"
+            f"{compressor.name}{'' if asked == AUTO else f' by {asked}'} cannot compress gradients that are scattered"
+            f" to the owners of their shards (parameter {parameter.name!r}): leave out .by(), compress the replicas of"
+            " a two-dimensional mesh, or use another compressor"
         )
     return min(possible, key=lambda one: _price(one.name, compressor, parameter, world_size))
 

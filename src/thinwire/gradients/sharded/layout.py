@@ -29,13 +29,13 @@ from torch import Tensor, nn
 from thinwire.comm.c10d import check_names
 from thinwire.comm.lane import Lane
 from thinwire.compress.assign import Dense, assign
-from thinwire.compress.base import Compressor, Exchanged, Parameter
+from thinwire.compress.base import Exchanged, Parameter
 from thinwire.compress.memory import ErrorFeedback
-from thinwire.compress.reductions.choose import AUTO, scattered
+from thinwire.compress.reductions.choose import scattered
 from thinwire.errors import ThinwireError, is_of_a_peer, logger
 from thinwire.gradients import torch_internals as internals
 from thinwire.gradients.buckets import Buckets, Contents, Pending
-from thinwire.gradients.compression import Methods, Planned, exact_of, planned
+from thinwire.gradients.compression import Methods, Planned, planned
 from thinwire.gradients.lossless import Other
 from thinwire.gradients.module import is_sharded, local_of
 from thinwire.gradients.parameters import ParameterHooks, Trained
@@ -223,38 +223,28 @@ class Sharding:
         trained = [pair for pair in pairs if pair[1].source.sharded_param.requires_grad]
         if self.replicas is not None:
             wide = [Parameter(one.name, one.padded_shape, internals.reduced_dtype(unit.group)) for unit, one in trained]
-            methods = assign(dense, wide)
+            methods = _one_exact(assign(dense, wide))
             shapes = {shard.name: shard.shape for _, shard in trained if math.prod(shard.shape) > 0}
             compressed = {
                 name: replace(plan, parameter=replace(plan.parameter, shape=shapes[name]))
                 for name, plan in planned(methods, wide, world_size).items()
                 if name in shapes
             }
-            return Methods(_one_exact(methods), compressed)
+            return Methods(methods, compressed)
         whole = [
             Parameter(one.name, _whole(one, world_size), internals.reduced_dtype(unit.group)) for unit, one in trained
         ]
-        methods = assign(dense, whole)
-        compressors: dict[str, Compressor] = {}
-        for name, method in methods.items():
-            if isinstance(method, Exchanged):
-                compressors[name] = method.compressor
-                if method.exchange != AUTO:
-                    raise ValueError(
-                        f"{method.compressor.name} by {method.exchange} of {name!r}: an exchange is for means that all"
-                        " ranks get, and FSDP's shards go to one rank each: leave out .by()"
-                    )
-        parameters = {parameter.name: parameter for parameter in whole if parameter.name in compressors}
-        remembered = [one for one in parameters.values() if isinstance(compressors[one.name], ErrorFeedback)]
+        methods = _one_exact(assign(dense, whole))
+        coded = [(one, method) for one in whole if isinstance(method := methods[one.name], Exchanged)]
+        remembered = [one for one, method in coded if isinstance(method.compressor, ErrorFeedback)]
         num_bytes = sum(parameter.numel * parameter.working_dtype.itemsize for parameter in remembered)
         if num_bytes and self.dimension().rank() == 0:
             text = "error feedback remembers %d whole gradients on each rank: %.1f MB, which FSDP does not keep"
             logger.warning(text, len(remembered), num_bytes / 1e6)
         compressed = {
-            name: Planned(parameter, compressors[name], scattered(compressors[name], parameter, world_size))
-            for name, parameter in parameters.items()
+            one.name: Planned(one, method.compressor, scattered(method, one, world_size)) for one, method in coded
         }
-        return Methods(_one_exact(methods), compressed)
+        return Methods(methods, compressed)
 
     def checksum(self) -> list[float]:
         """Return which shards this rank has, and a number that replicas of them share: an exact sum of bits."""
@@ -303,16 +293,16 @@ def sharding_of(model: nn.Module) -> Sharding | None:
     return Sharding.of(model) if is_sharded(model) else None
 
 
-def _one_exact(methods: Mapping[str, str | Exchanged]) -> dict[str, str]:
-    """Return the exact sums, of which there is one: FSDP reduces several gradients as one flat tensor."""
-    exact = exact_of(methods)
-    if len(set(exact.values())) > 1:
-        (how, name), (other, by), *_ = {how: name for name, how in exact.items()}.items()
+def _one_exact(methods: dict[str, str | Exchanged]) -> dict[str, str | Exchanged]:
+    """Return methods that have one exact sum: FSDP reduces several gradients as one flat tensor."""
+    exact = {method: name for name, method in methods.items() if isinstance(method, str)}
+    if len(exact) > 1:
+        (how, name), (other, by), *_ = exact.items()
         raise ValueError(
             f"{name!r} is {how!r} and {by!r} is {other!r} in dense=, and FSDP reduces the gradients of several"
             " parameters as one tensor: name one exact sum for all that are not compressed"
         )
-    return exact
+    return methods
 
 
 class ShardedHooks(ParameterHooks):

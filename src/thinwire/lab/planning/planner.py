@@ -16,7 +16,7 @@ from thinwire.lab.planning.lane_search import espresso_jobs, fastest_jobs
 from thinwire.lab.planning.measurement import BELIEVED, Measurement
 from thinwire.lab.planning.speeds import COPIES
 from thinwire.lab.planning.tables import gathered
-from thinwire.plan.plan import EXACT, LOSSLESS, NATIVE, ROWS, STOCK, WORTH, Candidate, Group, Plan
+from thinwire.plan.plan import EXACT, LOSSLESS, NATIVE, ROWS, STOCK, WORTH, Candidate, Exact, Group, Plan
 from thinwire.plan.policy import Policy, byte_cap, counts_bytes, default_policies
 from thinwire.plan.profile import Groups, Linear, Profile
 from thinwire.tune.lossless import TAKEN
@@ -120,29 +120,31 @@ class Option:
 
     Args:
         name: name for people.
-        groups: indices, in backward order, of gradients that are sent alike.
-        compressors: compressor of each group; None for an exact one.
-        exchanges: exchange of each group.
+        groups: gradients that are sent alike, in backward order, and how: as a plan has them.
         seconds: seconds from the start of backward until the last gradient is synchronized, corrected by training.
-        joins: whether each group travels by the job of the group before; empty if none does.
         timeline_seconds: the same without the correction, which breaks ties.
         wire_seconds: seconds that its bytes alone need on the link.
         is_plain: whether ``attach(model)`` does it without a plan, with a compressor as ``dense`` if it is lossy.
-        is_lossless: whether what is not compressed is summed losslessly.
         judged: its loss in short trainings of the script; None if there were none.
     """
 
     name: str
-    groups: Groups
-    compressors: tuple[str | None, ...]
-    exchanges: tuple[str, ...]
+    groups: tuple[Group, ...]
     seconds: float
-    joins: tuple[bool, ...] = ()
     timeline_seconds: float = 0.0
     wire_seconds: float = 0.0
     is_plain: bool = False
-    is_lossless: bool = False
     judged: LossRow | None = None
+
+    @property
+    def compressors(self) -> tuple[str | None, ...]:
+        """The compressor of each group; None for an exact one."""
+        return tuple(group.compressor for group in self.groups)
+
+    @property
+    def is_lossless(self) -> bool:
+        """Whether what is not compressed is summed losslessly."""
+        return any(group.dense == LOSSLESS for group in self.groups)
 
     @property
     def loss(self) -> int:
@@ -159,24 +161,22 @@ class Option:
     @property
     def codecs(self) -> tuple[tuple[str, str], ...]:
         """Compressors and their exchanges; the pair of exact gradients, or `LOSSLESS`, if nothing is compressed."""
-        used = dict.fromkeys(zip(self.compressors, self.exchanges, strict=True))
-        exact = (LOSSLESS if self.is_lossless else COPIES, "all_reduce")
-        return tuple((text, exchange) for text, exchange in used if text) or (exact,)
+        used = dict.fromkeys((group.compressor, group.exchange) for group in self.groups if group.compressor)
+        return tuple(used) or ((LOSSLESS if self.is_lossless else COPIES, "all_reduce"),)
 
 
 @dataclass(frozen=True)
 class _Leaf:
-    """A priced option to send one gradient, a leaf of the decision tree; exact without a compressor, maybe
-    losslessly."""
+    """A priced option to send one gradient, a leaf of the decision tree; exact without a compressor."""
 
     compressor: str | None
     exchange: str
     costs: Costs
-    is_lossless: bool = False
+    dense: Exact = NATIVE
 
     @property
     def label(self) -> str:
-        if self.is_lossless:
+        if self.dense == LOSSLESS:
             return SHORT
         return EXACT if self.compressor is None else f"{self.compressor} by {self.exchange}"
 
@@ -298,7 +298,7 @@ def price_options(
         return priced
     priced += _fused(measurement, exact, policies)
     if measurement.dense_codes:
-        priced += _fused(measurement, _Leaf(None, "all_reduce", measurement.lossless_costs(), True), policies)
+        priced += _fused(measurement, _Leaf(None, "all_reduce", measurement.lossless_costs(), LOSSLESS), policies)
     leaves = list(_leaves(measurement, compressors))
     for leaf in leaves:
         priced += _fused(measurement, leaf, policies)
@@ -323,9 +323,9 @@ def stock_option(measurement: Measurement) -> Option:
 
     Sparse gradients of tables are gathered. The groups of the option come from `usual_groups`.
     """
-    groups = usual_groups(measurement)
     jobs, wire_seconds = _stock_jobs(measurement)
-    option = Option(STOCK, groups, (None,) * len(groups), ("all_reduce",) * len(groups), 0.0, is_plain=True)
+    groups = tuple(Group(*_named(measurement, indices)) for indices in usual_groups(measurement))
+    option = Option(STOCK, groups, 0.0, is_plain=True)
     return _timed(measurement, option, jobs, wire_seconds, [(STOCK, "all_reduce")])
 
 
@@ -420,30 +420,12 @@ def equivalent_profile(measurement: Measurement, costs: Costs) -> Profile:
 
 def plan_of(option: Option, measurement: Measurement, priced: Sequence[Option]) -> Plan:
     """Return an option as a plan, with all the options of ``found`` as its candidates."""
-    names, sizes = measurement.names, measurement.size_bytes
-    groups = tuple(
-        Group(
-            tuple(names[index] for index in group),
-            sum(sizes[index] for index in group),
-            compressor,
-            exchange,
-            joins,
-            LOSSLESS if option.is_lossless else NATIVE,
-        )
-        for group, compressor, exchange, joins in zip(
-            option.groups,
-            option.compressors,
-            option.exchanges,
-            option.joins or (False,) * len(option.groups),
-            strict=True,
-        )
-    )
     ranked = sorted(priced, key=lambda candidate: candidate.seconds)
     tables = len(measurement.tables)
     return Plan(
         world_size=measurement.world_size,
         fingerprint=measurement.fingerprint,
-        groups=groups,
+        groups=option.groups,
         predicted_seconds=option.seconds,
         dense_seconds=priced[0].seconds,
         other_seconds=measurement.other_seconds,
@@ -469,7 +451,7 @@ def _fused(measurement: Measurement, leaf: _Leaf, policies: Sequence[Policy]) ->
     named.append((BEST_CUT, fastest_jobs(measurement.backward_seconds, (leaf.costs,))[0]))
     choices = (0,) * len(measurement.names)
     seen: set[Groups] = set()
-    if leaf.compressor is not None or leaf.is_lossless:
+    if leaf.compressor is not None or leaf.dense == LOSSLESS:
         seen.add(usual := usual_groups(measurement))
         yield _option(measurement, f"{leaf.label}, {USUAL}", [leaf], usual, choices, is_plain=True)
     for name, groups in named:
@@ -507,17 +489,12 @@ def _option(
 ) -> Option:
     """Return an option by the option of each gradient: a group for each option in a job. Tables travel as rows."""
     costs = chosen_costs([leaf.costs for leaf in leaves], choices)
-    parts = [(part, index > 0) for job in jobs for index, part in enumerate(_parts(leaves, job, choices))]
-    option = Option(
-        name,
-        tuple(group for (_, group), _ in parts),
-        tuple(leaves[leaf].compressor for (leaf, _), _ in parts),
-        tuple(leaves[leaf].exchange for (leaf, _), _ in parts),
-        0.0,
-        tuple(joins for _, joins in parts),
-        is_plain=is_plain,
-        is_lossless=leaves[0].is_lossless,
+    groups = tuple(
+        Group(*_named(measurement, part), leaves[leaf].compressor, leaves[leaf].exchange, number > 0, leaves[0].dense)
+        for job in jobs
+        for number, (leaf, part) in enumerate(_parts(leaves, job, choices))
     )
+    option = Option(name, groups, 0.0, is_plain=is_plain)
     rows = measurement.row_jobs
     wire_seconds = math.fsum(costs.wire_seconds) + math.fsum(job.wire_seconds for job in rows)
     dense = jobs_of(measurement, jobs, [costs.seconds(job) for job in jobs])
@@ -528,6 +505,12 @@ def _option(
         wire_seconds,
         option.codecs,
     )
+
+
+def _named(measurement: Measurement, indices: Sequence[int]) -> tuple[tuple[str, ...], int]:
+    """Return the names of gradients, and their bytes together, for a group of a plan."""
+    chosen = [measurement.parameters[index] for index in indices]
+    return tuple(one.name for one in chosen), sum(one.numel * one.dtype.itemsize for one in chosen)
 
 
 def _parts(leaves: Sequence[_Leaf], job: Sequence[int], choices: Sequence[int]) -> list[tuple[int, tuple[int, ...]]]:

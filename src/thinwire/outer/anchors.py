@@ -199,8 +199,8 @@ class Anchors:
     @torch.no_grad()
     def load_own(self, state: Mapping[str, Tensor]) -> None:
         """Put what `own` returned into the parameters and buffers."""
-        for name, (local, _) in self.pairs().items():
-            if name in state:
+        for name, (local, anchor) in self.pairs().items():
+            if name in state and local is not anchor:
                 local.copy_(state[name])
 
     def state_dict(self) -> dict[str, Any]:

@@ -16,11 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire.comm.cuda.staging import staging_for
 from thinwire.comm.lane import Group, agree_before, resolve_group, telling_peers
 from thinwire.compress.assign import NATIVE, Dense
-from thinwire.compress.base import Compressor, Parameter
-from thinwire.compress.memory import EF21, MomentumCorrection
-from thinwire.compress.methods.sign import Signum
-from thinwire.compress.wrappers import Wrapper
-from thinwire.gradients.compression import GradScaler, Methods, Planned, check_scaler
+from thinwire.compress.base import Parameter
+from thinwire.gradients.compression import GradScaler, Methods, Planned, check_scaler, has_momentum
 from thinwire.gradients.ddp import check_buckets
 from thinwire.gradients.exact import route_asked_for
 from thinwire.gradients.module import (
@@ -134,7 +131,7 @@ def attach(
             if optimizer is not None:
                 _check_momentum(optimizer, methods.compressed, module_of(model))
         names = tuple(parameter.name for parameter in parameters)
-        intent = grouped.intent(names, methods, isinstance(model, DistributedDataParallel), is_on_cpu)
+        intent = grouped.intent(names, isinstance(model, DistributedDataParallel), is_on_cpu)
         sync = Synchronizer(model, group, rows, timeout, methods, excluded, intent, grad_scaler)
         undo.pop_all()
     return sync
@@ -203,22 +200,14 @@ class _Grouped:
                 f" summed, and {why}: make a plan with `thinwire plan --measure`, and pass that without fallback"
             )
 
-    def intent(self, names: tuple[str, ...], methods: Methods, is_ddp: bool, is_on_cpu: bool) -> Intent | None:
+    def intent(self, names: tuple[str, ...], is_ddp: bool, is_on_cpu: bool) -> Intent | None:
         """Return what the synchronizer is to follow, or None."""
-        plan, policy = self.plan, self.policy
-        momentum = any(_has_momentum(entry.compressor) for entry in methods.compressed.values())
+        plan = self.plan
         if plan is None:
-            return None if policy is None else Intent(names, (policy,), momentum=momentum)
-        return Intent(
-            names,
-            () if is_ddp else default_policies(),
-            plan.jobs,
-            plan.predicted_seconds,
-            plan.dense_seconds,
-            plan.fallback,
-            momentum,
-            is_watched=is_on_cpu and not torch.are_deterministic_algorithms_enabled(),
-        )
+            return None if self.policy is None else Intent(names, (self.policy,))
+        policies, seconds = () if is_ddp else default_policies(), (plan.predicted_seconds, plan.dense_seconds)
+        is_watched = is_on_cpu and not torch.are_deterministic_algorithms_enabled()
+        return Intent(names, policies, plan.jobs, *seconds, plan.fallback, is_watched)
 
 
 def _methods(
@@ -259,7 +248,7 @@ def _check_momentum(optimizer: torch.optim.Optimizer, plans: Mapping[str, Planne
     """
     if not hasattr(optimizer, "param_groups"):
         raise ValueError(f"optimizer is {optimizer!r}: pass the optimizer of the model")
-    corrected = [name for name, plan in plans.items() if _has_momentum(plan.compressor)]
+    corrected = [name for name, plan in plans.items() if has_momentum(plan.compressor)]
     others = {id(parameter) for name, parameter in module.named_parameters() if name not in corrected}
     for group in optimizer.param_groups if corrected else ():
         momentum = group.get("momentum") or next(iter(group.get("betas", ())), 0.0)
@@ -270,9 +259,3 @@ def _check_momentum(optimizer: torch.optim.Optimizer, plans: Mapping[str, Planne
                 f" parameter {name!r}, which would count it twice: put parameters with this compressor in a group with"
                 " momentum=0.0, of torch.optim.SGD or Muon; others may keep theirs, in a group of their own"
             )
-
-
-def _has_momentum(compressor: Compressor) -> bool:
-    if isinstance(compressor, (EF21, MomentumCorrection, Signum)):
-        return compressor.momentum > 0.0
-    return isinstance(compressor, Wrapper) and _has_momentum(compressor.inner)

@@ -19,6 +19,7 @@ import contextlib
 import logging
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Iterable
 from typing import NoReturn, TypeVar
 
@@ -118,6 +119,12 @@ def deferred(work: Callable[[], T]) -> Callable[[], T]:
             raise  # the lane hangs up
         return raising(error)
     return lambda: result
+
+
+def warn(text: str, stacklevel: int = 2) -> None:
+    """Log a warning, which is one of Python too; ``stacklevel`` counts from the caller."""
+    logger.warning("%s", text)
+    warnings.warn(text, stacklevel=stacklevel + 1)
 
 
 def is_of_a_peer(error: BaseException | None) -> bool:

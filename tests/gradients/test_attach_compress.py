@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -256,6 +257,58 @@ def _other_world_size(context: RankContext, folder: str) -> None:
 def test_a_checkpoint_resumes_bitwise_and_on_another_number_of_ranks(tmp_path: Path) -> None:
     run_ranks(_resume, str(tmp_path), world_size=3, timeout_seconds=120)
     run_ranks(_other_world_size, str(tmp_path), world_size=2, timeout_seconds=120)
+
+
+# --- several passes for one step
+
+
+def _synced_twice(context: RankContext) -> None:
+    for ddp_options in ({}, None):
+        model, sync = attached(ddp_options, dense=thinwire.compress.sign_sgd())
+        train(context, model, sync, accumulate=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for batch in batches(context.rank, 2):
+            model(batch).square().mean().backward()
+        with pytest.warns(UserWarning, match=r"several synchronized backward passes.* no_sync\(\)"):
+            optimizer.step()
+        sync.detach()
+
+
+def test_several_passes_for_one_step_are_warned_of_unless_they_are_sent_at_once() -> None:
+    run_ranks(_synced_twice, world_size=2, timeout_seconds=120)
+
+
+# --- the end of compression
+
+
+def _frozen_meanwhile(context: RankContext) -> None:
+    for ddp_options in ({"find_unused_parameters": True}, None):
+        model, sync = attached(ddp_options, dense=everywhere)
+        train(context, model, sync)
+        assert sync._compressed is not None
+        memories, (weight, *_) = sync._compressed.memories, model.parameters()
+        name = next(iter(sync._compressed.plans))
+        memory = memories.outstanding(name)
+        assert memory is not None
+        assert bool(memory.any())
+        kept = memory.clone()
+        assert memories.drop()
+        train(context, model, sync, range(1))
+        weight.requires_grad_(False)
+        train(context, model, sync, range(25))
+        memories.load_state_dict(copy.deepcopy(memories.state_dict()))
+        assert torch.equal(memories.states[name]["error"], kept), "nothing of it was used, so all of it is there"
+        weight.requires_grad_(True)
+        train(context, model, sync, range(18))
+        assert torch.equal(memories.states[name]["error"], kept), "one part of twenty is left"
+        train(context, model, sync, range(1))
+        assert not memories.states[name]["error"].any()
+        memories.load_state_dict({**memories.state_dict(), "flush_left": 0})  # as earlier states have it
+        sync.detach()
+
+
+def test_a_parameter_that_is_frozen_when_compression_ends_gets_its_memory_later() -> None:
+    run_ranks(_frozen_meanwhile, world_size=2, timeout_seconds=120)
 
 
 # --- mixed precision

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -328,6 +329,50 @@ def test_a_step_that_is_skipped_for_another_gradient_leaves_all_memories_as_they
         assert same(after, job.sync.memories.state_dict()["states"])
 
     run_ranks_without_result(2, run)
+
+
+@pytest.mark.parametrize(
+    ("compressor", "counts"),
+    [
+        (compress.sign_sgd(), True),
+        (compress.sign_sgd(0.9), True),
+        (compress.dgc(0.05), True),
+        (compress.warm_up(compress.momentum_correction(compress.top_k(0.1)), 4), True),
+        (compress.momentum_correction(compress.top_k(0.1), 0.0), False),
+        (compress.ef_sign_sgd(), False),
+    ],
+)
+def test_a_second_pass_for_one_step_is_warned_of_once_where_each_counts_as_a_step(
+    compressor: Compressor, counts: bool
+) -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+
+    def run(network: LoopbackExchange) -> None:
+        scaler = Scaler()
+        job = Job(network, {"*.weight": compressor}, scaler=scaler)
+
+        def passes(count: int) -> None:
+            for number in range(count):
+                gradients = job.gradients(number)
+                job.sync.synchronize(job.lane, [(name, gradients[name]) for name in job.sync.plans], [])
+                job.sync.finish_step()
+
+        passes(1)
+        scaler.scale = 512.0  # so the optimizer was skipped
+        passes(1)
+        job.sync.commit(optimizer, ["b.weight", "a.weight", "b.bias"])
+        assert not caught, "one pass for each step"
+        for _ in range(2):
+            passes(2)
+            job.sync.commit(optimizer, ["b.weight", "a.weight", "b.bias"])
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run_ranks_without_result(1, run)
+    assert len(caught) == counts, caught
+    for warning in caught:
+        assert "SGD steps after several synchronized backward passes" in str(warning.message)
+        assert f"{compressor.name} of parameter 'b.weight'" in str(warning.message)
 
 
 def run_ranks_without_result(world_size: int, function: Callable[[LoopbackExchange], None]) -> None:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import thinwire
+from clocks import wait_until
 from injected import stop
 from thinwire.comm.channel import Subject
 from thinwire.comm.lane import Lane
@@ -348,6 +349,60 @@ def test_ranks_of_an_outer_loop_are_killed_anywhere(seed: int) -> None:
         jobs[rank].killed_at = draw.randrange(20, 60), ""
     back = [Job(rank, waits=draw.uniform(1.0, 3.0), rounds=240, world_size=4, pause=0.02) for rank in dead]
     check_training(play_training([*jobs, *back], draw.choice([STREAMING, SPARSE]), {}), set(dead))
+
+
+def _in_a_long_step(context: RankContext, port: int) -> tuple[float, float, list[float]]:
+    """Rank 2 dies, rank 1 notices first, which hangs up, and goes on once rank 0 has waited long for both."""
+    members.GRACE_SECONDS = GRACE_SECONDS
+    store = dist.TCPStore("127.0.0.1", port)
+    mine = Members(store, context.rank, 3, timedelta(seconds=30))
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    sync: Any = thinwire.outer.attach(model, optimizer, local_sgd(every=4, min_ranks=1), process_group=mine)
+
+    def train(steps: int) -> None:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            model(torch.arange(16).view(8, 2) + context.rank).square().mean().backward()
+            optimizer.step()
+
+    train(5)
+    lane = sync._lane
+    if context.rank == 0:
+        lane.is_watched = False
+        store.set("token", mine._token)
+        store.wait(["hung up"])
+        wait_until(lambda: len(lane._own.lost()) == 2)
+        lane.is_watched = True
+    elif context.rank == 1:
+        store.set("is in its step", "")
+        wait_until(lambda: lane.is_broken)
+        store.set("hung up", "")
+        looks = f"thinwire/{mine.number + 1}/{store.get('token').decode()}"
+        many = 4 * GRACE_SECONDS / members.POLL_SECONDS
+        wait_until(lambda: store.add(looks, 0) > many or mine._last() != mine._generation)
+    else:
+        store.wait(["is in its step", "token"])
+        die()
+    train(7)
+    sync.synchronize()
+    found = torch.cat([entry.detach().double().reshape(-1) for entry in model.parameters()]).tolist()
+    stats = sync.stats()
+    return stats["outer/lost_steps"], stats["outer/ranks"], found
+
+
+@pytest.mark.timeout(120)
+def test_a_rank_in_a_long_step_is_waited_for_when_another_one_dies() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    outcomes = run_ranks(
+        _in_a_long_step, store.port, world_size=3, check=False, timeout_seconds=90, init_process_group=False
+    )
+    assert outcomes[2].exit_code == -signal.SIGKILL
+    assert [outcome.error for outcome in outcomes[:2]] == [None, None]
+    (lost, ranks, found), other = (outcome.value for outcome in outcomes[:2])
+    assert (lost, ranks) == (0.0, 2.0)
+    assert other == (0.0, 2.0, found)
 
 
 def _in_a_process_group(context: RankContext) -> list[float]:

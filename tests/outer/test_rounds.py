@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -15,8 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.futures import Future
 
+from clocks import PATIENCE
 from loopback import LoopbackExchange, run_ranks
 from thinwire import compress
+from thinwire.comm.lane import beside
 from thinwire.comm.process_group import Staging
 from thinwire.compress.assign import Dense
 from thinwire.errors import MismatchError
@@ -300,6 +303,38 @@ def test_buffers_in_the_background_go_to_their_mean() -> None:
     on_ranks(run)
 
 
+def test_a_round_that_begins_within_a_step_has_the_copy_of_its_end() -> None:
+    """Forward and backward are within a step where the optimizer gets a closure, as Lightning gives it."""
+
+    def run(network: LoopbackExchange) -> None:
+        rank = Rank(network, shadow_sync("average", mix=0.5))
+        rank.rounds.before_step()
+        changed, begun = rank.rounds.pace.changed, threading.Event()
+        wait_for = changed.wait_for
+
+        def waits(holds: Callable[[], bool], seconds: float) -> bool:
+            begun.set()
+            return bool(wait_for(holds, PATIENCE))
+
+        @torch.no_grad()
+        def end_step() -> None:
+            begun.wait(PATIENCE)
+            with changed:  # the next step begins before the thread of the round goes on
+                rank.parameter.add_(1.0 + network.rank)
+                rank.rounds.after_step()
+                rank.rounds.before_step()
+
+        changed.wait_for = waits
+        ended = beside("the thread of training", end_step)
+        rank.rounds.round(rank.lane)
+        begun.set()
+        ended.result(PATIENCE)
+        assert torch.equal(rank.anchor, torch.full((64, 64), 1.5)), "both count"
+        assert rank.rounds.pace.seen == 1
+
+    on_ranks(run)
+
+
 @pytest.mark.parametrize("is_evaluating", [False, True])
 def test_no_copies_are_taken_of_anchors_or_in_the_middle_of_a_step(is_evaluating: bool) -> None:
     def run(network: LoopbackExchange) -> None:
@@ -313,6 +348,24 @@ def test_no_copies_are_taken_of_anchors_or_in_the_middle_of_a_step(is_evaluating
         rank.rounds.after_step() if network.rank == 0 and not is_evaluating else None
         rank.rounds.round(rank.lane)
         assert torch.equal(rank.anchor, torch.full((64, 64), 1.0)), "rank 0 counts later by the step that it made"
+
+    on_ranks(run)
+
+
+def test_a_correction_of_a_buffer_that_is_gone_leaves_its_anchor() -> None:
+    def run(network: LoopbackExchange) -> None:
+        rank = Rank(network, SHADOW)
+        rank.buffers["mean"] += 1.0 + network.rank
+        rank.step()
+        rank.rounds.round(rank.lane)
+        if network.rank == 1:
+            del rank.buffers["mean"]
+        rank.step()
+        assert torch.equal(rank.anchors.buffers["mean"], torch.full((3,), 1.5)), "the same on both"
+        with rank.rounds.swapped():
+            rank.rounds.round(rank.lane)
+            after = rank.anchors.buffers["mean"].clone()
+        assert torch.equal(rank.anchors.buffers["mean"], after)
 
     on_ranks(run)
 

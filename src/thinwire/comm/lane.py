@@ -404,6 +404,7 @@ class Lane:
         self.busy_seconds = 0.0
         self.watcher: Callable[[float, float], None] | None = None  # called with the start and end of each job
         self.lost: frozenset[int] = frozenset()  # ranks whose connections were gone when the lane broke off
+        self.on_lost: Callable[[], object] = str  # called when it breaks off because of a peer
         self.is_watched = False  # whether it also breaks off when a peer is lost between two jobs
         self._sequence = 0
         self.codes_values = False  # whether values of rows travel as their code where it pays; alike on all ranks
@@ -594,14 +595,17 @@ class Lane:
         """
         with self._breaking:
             if self._broken is None:
-                own = self._own
-                self.lost = frozenset(own.lost()) if own is not None else frozenset()
+                own, is_of_peer = self._own, is_of_a_peer(error)
+                if own is not None and not (error is not None and _is_late(error)):  # then Gloo closes all of them
+                    self.lost = frozenset(own.lost())
                 self._broken = ThinwireError(reason)  # a new one, without a traceback: its frames would hold the group
-                ended = own.dead() if own is not None and is_of_a_peer(error) else set()
-                if own is not None and self.lost and not ended and is_of_a_peer(error):
+                ended = own.dead() if own is not None and is_of_peer else set()
+                if own is not None and self.lost and not ended and is_of_peer:
                     time.sleep(ENDING_SECONDS)
                     ended = own.dead()
                 self.notes.leave(self._note(reason, error, [self.exchange.global_ranks[rank] for rank in ended]))
+                with suppress(RuntimeError):  # no thread starts while the process exits
+                    self.on_lost() if is_of_peer else None
             for group in self._groups():
                 group.shut_down()
         self._jobs.put(self._release)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
@@ -110,7 +110,7 @@ class Sums:
         if self.compressed is not None:
             self.compressed.finish_step()
 
-    def commit(self, optimizer: torch.optim.Optimizer, names: Iterable[str]) -> None:
+    def commit(self, optimizer: torch.optim.Optimizer, names: Collection[str]) -> None:
         """Note that an optimizer is about to make the step for which gradients of these parameters were summed."""
         if self.compressed is not None:
             self.compressed.commit(optimizer, names)
@@ -241,19 +241,17 @@ class Buckets:
             table = self._names[id(bucket.parameters()[0])]
             if not self._gradients.leaves(table):
                 return None
-            self._flush_at_last(bucket)
+            if bucket.is_last():
+                self.flush()
             return self._native.start_sparse(table, buffer, self._clock.submit(Load(name)))
         if self._tables or self._compressed is not None:
             return None
         if self._lossless.alike is None or self.goes_lossless(name, [Other(name, buffer, self.alike)]):
             return None
-        self._flush_at_last(bucket)
-        job = self._clock.submit(Load(name, buffer.nbytes))
-        return self._native.start_bucket([as_real(buffer)], buffer, job)
-
-    def _flush_at_last(self, bucket: dist.GradBucket) -> None:
         if bucket.is_last():
             self.flush()
+        job = self._clock.submit(Load(name, buffer.nbytes))
+        return self._native.start_bucket([as_real(buffer)], buffer, job)
 
     def how(self, name: str) -> str:
         """Return how the gradient of a parameter is summed if it is not compressed."""
@@ -411,13 +409,11 @@ class Buckets:
         """Note which means are zero. Means of tables that went as rows are not read, and a GPU is asked once."""
         unions = {name: self._gradients.unions.get(name) for name, _ in means}
         unread = [(name, mean) for name, mean in means if (rows := unions[name]) is None or rows >= len(mean)]
-        if self._staging.is_host:
+        if self._staging.is_host or not unread:
             have_values = [bool(mean.flatten()[:1024].any()) or bool(mean.any()) for _, mean in unread]
-        elif unread:
+        else:
             (flags,) = self._staging.to_host(torch.stack([mean.any() for _, mean in unread]))
             have_values = flags.tolist()
-        else:
-            have_values = []
         self._zeros -= unions.keys()
         self._zeros |= {name for (name, _), has_values in zip(unread, have_values, strict=True) if not has_values}
 
@@ -463,7 +459,8 @@ class Buckets:
             is_table = id(parameter) in self._tables and not self._gradients.leaves(parameter_name, gradient)
             begin = int(gradient.storage_offset() - buffer.storage_offset())
             if not is_table and not self.compresses(parameter_name):
-                self.release(parameter_name, gradient)
+                if parameter.requires_grad:
+                    self.release(parameter_name, gradient)
                 if (before := how) != (how := self.how(parameter_name)):
                     others += _between(bucket, done, begin, before)
                     done = begin

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -21,8 +22,8 @@ from thinwire.compress.reductions.all_reduce import AllReduce
 from thinwire.compress.reductions.base import Phase, Reduction, Result, Stopwatch, Task
 from thinwire.compress.state import outstanding
 from thinwire.compress.wrappers import code_of
-from thinwire.errors import LostPeerError
-from thinwire.gradients.compression import GradScaler, Planned, is_skipped
+from thinwire.errors import LostPeerError, warn
+from thinwire.gradients.compression import GradScaler, Planned, counts_steps, is_skipped
 from thinwire.gradients.exact import OTHERS
 from thinwire.gradients.tables import by_dtype, flattened, share
 from thinwire.observe.step import ParameterRecords
@@ -87,18 +88,19 @@ class Memories:
         get_scale: Callable[[], float] | None = None,
     ) -> None:
         self.dropped = False
-        self.states: dict[str, State] = {}
         self.rank, self.world_size = rank, world_size
         self.plans = plans
+        self.states: dict[str, State] = {name: self._new_state(plan) for name, plan in plans.items()}
         self._can_skip = can_skip
         self._get_scale, self._scale = get_scale, 0.0
         self._before_step: dict[str, State] = {}
-        self._flush_left = 0
-        self._renew()
+        self._passes = Counter[str]()  # in which a gradient was compressed for a step that no optimizer has made yet
+        self._parts_left: dict[str, int] = {}  # of each memory that is handed out
 
     def take(self, name: str) -> State:
         """Return the state of a parameter for this step, to be updated in place."""
         state = self.states[name]
+        self._passes[name] += 1
         if self._can_skip:
             self._before_step.setdefault(name, states.copied(state))
         return state
@@ -113,15 +115,15 @@ class Memories:
             if not is_kept:
                 self._undo()
             self._before_step = {}
-        if self._flush_left > 0:
-            self._flush_left -= 1
-            if self._flush_left == 0:
-                self._renew()
 
-    def commit(self, names: Iterable[str]) -> None:
-        """Note that an optimizer makes the step of these parameters: what was sent for them is used."""
+    def commit(self, names: Collection[str]) -> list[str]:
+        """Note that an optimizer makes the step of these parameters: what was sent for them is used.
+
+        Return those that were compressed more than once for it.
+        """
         for name in names:
             self._before_step.pop(name, None)
+        return [name for name in names if self._passes.pop(name, 0) > 1]
 
     def settle(self) -> None:
         """Restore the memories before a step that the scaler had optimizers skip: it has lowered its scale then."""
@@ -134,6 +136,7 @@ class Memories:
     def _undo(self) -> None:
         self.states.update(self._before_step)
         self._before_step = {}
+        self._passes.clear()
 
     def drop(self) -> bool:
         """Compress nothing from the next step on; return whether memories are handed out to coming gradients.
@@ -141,17 +144,19 @@ class Memories:
         They are not if steps can be skipped: such a step would lose its part. They stay in `state_dict` then.
         """
         self.dropped = True
-        self._flush_left = 0 if self._can_skip else FLUSH_STEPS
-        return self._flush_left > 0
+        self._parts_left = {} if self._can_skip else dict.fromkeys(self.plans, FLUSH_STEPS)
+        return not self._can_skip
 
     def release(self, name: str, gradient: Tensor) -> None:
         """After `drop`, add to a gradient its part of the unsent rest of its parameter, before it is summed."""
-        if self._flush_left == 0 or name not in self.plans:
-            return
-        memory = self.outstanding(name)
-        if memory is not None:
+        left = self._parts_left.pop(name, 0)
+        if left and (memory := self.outstanding(name)) is not None:
             part = memory.to(gradient.device, gradient.dtype).view(gradient.shape)
             gradient.add_(part, alpha=1.0 / FLUSH_STEPS)
+        if left > 1:
+            self._parts_left[name] = left - 1
+        elif left:
+            self.states[name] = self._new_state(self.plans[name])
 
     def outstanding(self, name: str) -> Tensor | None:
         """Return the part of a parameter's gradients that this rank has not sent, or None without a memory."""
@@ -166,7 +171,7 @@ class Memories:
             "methods": self._methods(),
             "states": dict(self.states),
             "dropped": self.dropped,
-            "flush_left": self._flush_left,
+            "flush_left": dict(self._parts_left),
         }
 
     def check_state(self, state: Mapping[str, Any]) -> None:
@@ -195,13 +200,11 @@ class Memories:
         """Restore a state that `check_state` has accepted."""
         self._before_step = {}
         self.states = {name: states.copied(entry) for name, entry in state["states"].items()}
-        self.dropped, self._flush_left = bool(state["dropped"]), int(state["flush_left"])
+        self.dropped, left = bool(state["dropped"]), state["flush_left"]
+        self._parts_left = dict(left if isinstance(left, Mapping) else dict.fromkeys(self.plans, left))  # or earlier
 
     def _new_state(self, plan: Planned) -> State:
         return plan.reduction.init(plan.compressor, plan.parameter, self.rank, self.world_size)
-
-    def _renew(self) -> None:
-        self.states = {name: self._new_state(plan) for name, plan in self.plans.items()}
 
     def _methods(self) -> dict[str, str]:
         return {name: plan.describe() for name, plan in self.plans.items()}
@@ -396,6 +399,7 @@ class CompressedSync:
         self.statistics, self._stopwatch = statistics, statistics.stopwatch
         self._staging = staging or Staging()
         self._is_finite = True
+        self._has_warned = False
 
     def describe(self) -> list[str]:
         """Return lines on which all ranks must agree."""
@@ -439,10 +443,21 @@ class CompressedSync:
         self.memories.finish_pass(self._is_finite and is_kept, is_over=self._scaler is None)
         self._is_finite = True
 
-    def commit(self, optimizer: torch.optim.Optimizer, names: Iterable[str]) -> None:
-        """Note that an optimizer is about to step. Only with a scaler is it asked whether it skips: a GPU waits."""
-        if self._scaler is not None and not is_skipped(optimizer):
-            self.memories.commit(names)
+    def commit(self, optimizer: torch.optim.Optimizer, names: Collection[str]) -> None:
+        """Note that an optimizer is about to step. Only with a scaler is it asked whether it skips: a GPU waits.
+
+        Warn once of a second pass for one step by a compressor that takes each for a step of its own.
+        """
+        if self._scaler is not None and is_skipped(optimizer):
+            return
+        twice = [name for name in self.memories.commit(names) if counts_steps(self.plans[name].compressor)]
+        if twice and not self._has_warned:
+            self._has_warned = True
+            warn(
+                f"{type(optimizer).__name__} steps after several synchronized backward passes, each of which was a step"
+                f" for {self.plans[twice[0]].compressor.name} of parameter {twice[0]!r}, which keeps momentum or signs:"
+                " where gradients add up, sums or momentum are wrong. Call no_sync() around all of them but the last"
+            )
 
     def stats(self) -> dict[str, float]:
         """Return the ``compress/`` entries of `Synchronizer.stats`."""
@@ -477,12 +492,8 @@ class CompressedSync:
         ]
         lines += [f"others: {other.dtype} {list(other.shape)}" for other in others]
         first, last = gradients[0][0], gradients[-1][0]
-        span = (
-            f"parameter {first!r}"
-            if first == last
-            else f"{len(gradients)} compressed parameters, {first!r} to {last!r}"
-        )
-        return Subject(span, "\n".join(lines))
+        several = f"{len(gradients)} compressed parameters, {first!r} to {last!r}"
+        return Subject(f"parameter {first!r}" if first == last else several, "\n".join(lines))
 
     def _refuse(self, lane: Lane, gradients: NamedGradients, opening: int) -> None:
         for _, gradient in gradients:

@@ -11,9 +11,12 @@ from torch.optim import Optimizer
 
 from thinwire.compress.assign import Dense, assign
 from thinwire.compress.base import Compressor, Exchanged, Parameter
+from thinwire.compress.memory import EF21, MomentumCorrection
+from thinwire.compress.methods.sign import SignSGD, Signum
 from thinwire.compress.reductions.base import Reduction
 from thinwire.compress.reductions.by_scheme import ByScheme
 from thinwire.compress.reductions.choose import AUTO, REDUCTIONS, reduction_for
+from thinwire.compress.wrappers import Wrapper, core_of
 from thinwire.errors import unknown
 from thinwire.gradients.sharded.tables import RowShards
 from thinwire.sums.named import NAMED, name_of, resolve
@@ -37,6 +40,18 @@ def is_skipped(optimizer: Optimizer) -> bool:
     """Return whether a scaler has an optimizer skip this step that skips steps by itself, as fused ones do."""
     found_inf = getattr(optimizer, "found_inf", None)
     return found_inf is not None and bool(found_inf)
+
+
+def has_momentum(compressor: Compressor) -> bool:
+    """Return whether a compressor keeps momentum of its own."""
+    if isinstance(compressor, (EF21, MomentumCorrection, Signum)):
+        return compressor.momentum > 0.0
+    return isinstance(compressor, Wrapper) and has_momentum(compressor.inner)
+
+
+def counts_steps(compressor: Compressor) -> bool:
+    """Return whether a compressor takes each gradient for that of a whole step: of parts it loses or repeats some."""
+    return has_momentum(compressor) or isinstance(core_of(compressor), SignSGD)
 
 
 @dataclass(frozen=True)

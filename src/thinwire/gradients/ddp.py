@@ -7,7 +7,6 @@ one machine cost 7.7 ms by torch's own `allreduce_hook`, and 5.8 ms without one.
 """
 
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -25,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from thinwire.comm.c10d import never_compiled
 from thinwire.comm.lane import Lane
-from thinwire.errors import ThinwireError, logger
+from thinwire.errors import ThinwireError, warn
 from thinwire.gradients import torch_internals as internals
 from thinwire.gradients.buckets import Buckets, Pending
 from thinwire.gradients.exact import NativeAllReduce
@@ -418,8 +417,7 @@ class DdpPlug(_PlugOfDdp):
                 "parameters were unfrozen after DistributedDataParallel was built: it does not synchronize them, so the"
                 " models of the ranks drift apart. Build it again after unfreezing, and attach the new one"
             )
-            logger.warning("%s", text)
-            warnings.warn(text, stacklevel=2)
+            warn(text)
 
     def reset(self) -> None:
         self._remembered = []

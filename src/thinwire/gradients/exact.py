@@ -516,7 +516,11 @@ class NativeAllReduce:
 
     def count(self, num_bytes: int) -> None:
         """Count an all-reduce of a tensor of ``num_bytes``; `finish_step` adds it to the statistics."""
-        self._moved_bytes += ring_all_reduce_bytes(num_bytes, self.process_group.size())
+        self.count_moved(ring_all_reduce_bytes(num_bytes, self.process_group.size()))
+
+    def count_moved(self, num_bytes: int) -> None:
+        """Count bytes that this rank sends in a sum of another kind."""
+        self._moved_bytes += num_bytes
 
     def count_rows(self, tables: Sequence[Tensor]) -> None:
         """Count torch's all-reduces of sparse gradients, of which only the sums are known by now: an estimate.

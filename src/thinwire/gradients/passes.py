@@ -8,7 +8,6 @@ broken off.
 from __future__ import annotations
 
 import sys
-import warnings
 import weakref
 from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager
@@ -25,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from thinwire.comm.c10d import never_compiled
 from thinwire.comm.lane import Lane
-from thinwire.errors import LostPeerError, ThinwireError, is_of_a_peer, logger, ranks_told
+from thinwire.errors import LostPeerError, ThinwireError, is_of_a_peer, ranks_told, warn
 from thinwire.gradients.ddp import Alone, Plug
 from thinwire.gradients.module import (
     INSIDE_DDP,
@@ -215,8 +214,7 @@ class Structure:
                 f"the attached model was called with another tensor as its parameter {others[0]!r}, as torch.func does:"
                 " the gradient of that tensor is not synchronized by thinwire"
             )
-            logger.warning("%s", text)
-            warnings.warn(text, stacklevel=5)
+            warn(text, 5)
         if all(isinstance(parameter, nn.Parameter) for parameter in module.parameters()):
             self._note()
 
@@ -528,8 +526,7 @@ class Passes:
             f" {model} and loss.backward(), where its parameters are used: gradients of torch.autograd.grad and"
             " torch.func are not seen. For local steps on purpose use Synchronizer.no_sync()"
         )
-        logger.warning(text)
-        warnings.warn(text, stacklevel=5)
+        warn(text, 5)
 
     def _trains(self, optimizer: Optimizer) -> bool:
         """Return whether most gradients that an optimizer is about to use are of this model."""

@@ -569,7 +569,7 @@ class Synchronizer(Attached):
             if self._sharding is not None:
                 ignored = self._beside(self._sharding.group(), self._lane)
                 rest = trained, ignored, self._lookups, self._lane, begin, self._clock, None, is_nested
-                count = (lambda num_bytes: None) if self._native is None else self._native.count
+                count = (lambda num_bytes: None) if self._native is None else self._native.count_moved
                 tables = []
                 for one, lane in self._replicas.items():
                     assert self._methods.tables is not None, "replicas are of tables"

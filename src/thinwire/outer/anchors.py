@@ -1,6 +1,5 @@
 """The anchors of a model, which all ranks have in common, and the outer optimizer that steps them. Nothing is sent."""
 
-import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from thinwire.errors import warn
 from thinwire.gradients.module import local_of
 from thinwire.outer.recipe import OuterRecipe
 
@@ -99,7 +99,7 @@ class Anchors:
                 )
                 if is_loaded:
                     raise ValueError(text)
-                warnings.warn(f"{text}; a model that writes to its own parameters may do so", stacklevel=2)
+                warn(f"{text}; a model that writes to its own parameters may do so")
                 return
 
     def local(self, name: str) -> Tensor:
@@ -199,8 +199,8 @@ class Anchors:
     @torch.no_grad()
     def load_own(self, state: Mapping[str, Tensor]) -> None:
         """Put what `own` returned into the parameters and buffers."""
-        for name, (local, _) in self.pairs().items():
-            if name in state:
+        for name, (local, anchor) in self.pairs().items():
+            if name in state and local is not anchor:
                 local.copy_(state[name])
 
     def state_dict(self) -> dict[str, Any]:

@@ -126,6 +126,7 @@ class OuterLoop(Attached):
                 if recipe.min_ranks is not None:
                     members = Members.of(group, timeout)
                     members.prepare(enter, recipe.min_ranks, timeout, staging)
+                    members.watch(lane)
             except BaseException as error:
                 lane.fail(error)
                 raise

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -42,7 +43,7 @@ T = TypeVar("T")
 
 POLL_SECONDS = 0.05
 GRACE_SECONDS = 5.0
-"""How long ranks that meet wait for one whose connection is gone: it may live, and have lost another rank."""
+"""How long ranks that meet wait for a sign of life of one whose connection is gone: it may have lost another rank."""
 FORM_SECONDS = 30.0
 """Longest that the ranks of a generation wait for each other's connections: all have just agreed on it."""
 READY_SECONDS = 5.0
@@ -203,8 +204,10 @@ class Members:
             self._heart = Heart(_own(self._store), lambda: (self._token, self._generation.members), self._is_frozen)
 
     def watch(self, lane: Lane) -> None:
-        """Have the heart break this lane off when a rank of it freezes."""
+        """Have the heart break this lane off when a rank freezes; without one give signs of life when one is lost."""
         self._lane = weakref.ref(lane)
+        if self._heart is None:
+            lane.on_lost = partial(beside, "thinwire-alive", partial(_live, weakref.ref(self), self.number))
 
     def leave(self) -> None:
         """Give no more signs of life, at the end; who comes later need not wait."""
@@ -219,13 +222,17 @@ class Members:
             silence = f"rank {rank} gave no sign of life for {FROZEN_SECONDS:g} s"
             lane.break_off(silence, LostPeerError(silence))
 
-    def _patience(self, rank: int, is_lost: bool, short: float) -> float:
+    def _patience(self, rank: int, is_quick: bool, is_lost: bool, short: float, waited: float) -> float:
         """Return the seconds for which a rank is waited for that is not there yet, when others meet."""
-        limit = self._exchange_timeout.total_seconds()
-        if self._heart is None:
-            return short if is_lost else limit
-        is_gone = self._heart.silence(self._generation.members[rank]) > (GONE_SECONDS if is_lost else SILENT_SECONDS)
-        return 0.0 if is_gone else limit
+        limit, token = self._exchange_timeout.total_seconds(), self._generation.members[rank]
+        if self._heart is not None:
+            is_gone = self._heart.silence(token) > (GONE_SECONDS if is_quick or is_lost else SILENT_SECONDS)
+            return 0.0 if is_gone else limit
+        if is_quick or not is_lost:
+            return short if is_quick else limit
+        count, (last, heard) = self._add(f"{self.number + 1}/{token}/alive", 0), self._signs.get(token, (0, 0.0))
+        self._signs[token] = count, heard if count == last else waited
+        return min(limit, self._signs[token][1] + short)
 
     def enter(self) -> Lane:
         """Return the lane of the ranks that take part, once this one is let in.
@@ -379,7 +386,7 @@ class Members:
                 askers = self._askers(beats) | {self.rank: self._token}
                 is_late = waited - began > self._exchange_timeout.total_seconds()
                 if len(askers) == len(self._ranks) or (is_late and len(askers) >= self.min_ranks):
-                    self._propose(None, askers, asks, beats)
+                    self._propose(NOBODY, askers, asks, beats)
                 elif is_late:
                     raise self._too_few(len(askers), "came")
             else:
@@ -408,6 +415,7 @@ class Members:
         last = self._generation
         present, askers = {self.rank}, dict[int, str]()
         beats: dict[str, int] = {}
+        self._signs: dict[str, tuple[int, float]] = {}  # the count of signs of life of a process, and when it changed
         began, limit, asks = time.monotonic(), self._exchange_timeout.total_seconds(), last.asks
         short = min(FORM_SECONDS if is_late else GRACE_SECONDS, limit)
         while (now := self._last() or last).number <= last.number:
@@ -418,12 +426,12 @@ class Members:
             is_quick = is_late or (lane is not None and lane.is_broken and not lost)  # it timed out, and so do all
             waited = time.monotonic() - began
             late = (rank for rank in away if rank not in present)
-            wait_for = {rank: self._patience(rank, is_quick or rank in lost, short) for rank in late}
+            patience = [self._patience(rank, is_quick, rank in lost, short, waited) for rank in late]
             if admits:
                 asks = self._add("asks", 0)
                 askers = {rank: token for rank, token in self._askers(beats).items() if rank not in present}
             is_settled = not admits or waited > short or len(askers) == len(beats)
-            if is_settled and all(waited > patience for patience in wait_for.values()):
+            if is_settled and waited > max(patience, default=-1.0):
                 members = {rank: last.members[rank] for rank in present} | askers
                 if len(members) < self.min_ranks:
                     raise self._too_few(len(members), "are left")
@@ -438,21 +446,20 @@ class Members:
         self.times_left_out += 1
         return self._ask()
 
-    def _propose(self, last: Generation | None, members: Mapping[int, str], asks: int, beats: Iterable[str]) -> None:
+    def _propose(self, last: Generation, members: Mapping[int, str], asks: int, beats: Iterable[str]) -> None:
         """Make these the next generation, unless another rank was quicker; then forget what led to it.
 
         Args:
             asks: how often processes had asked before it was looked who did.
             beats: tokens of all that did.
         """
-        number = 0 if last is None else last.number
-        began = not self._is_new or (last is not None and last.began)
+        number, began = last.number, not self._is_new or last.began
         proposed = _written(Generation(number + 1, dict(sorted(members.items())), asks, began))
-        expected = "" if last is None or number == 0 else _written(last)
+        expected = _written(last) if number else ""
         if self._store_call(lambda: self._store.compare_set(_GENERATION, expected, proposed)).decode() != proposed:
             return
-        done = [] if last is None else [f"{number}/{token}" for token in last.members.values()] + [f"ready {number}"]
-        done += [f"beat/{token}" for token in beats]
+        done = [f"{number}/{token}{end}" for token in last.members.values() for end in ("", "/alive")]
+        done += [f"ready {number}", *(f"beat/{token}" for token in beats)]
         done += [key for key in (f"ask/{rank}" for rank in self._ranks) if beats and (self._peek(key) or "") in beats]
         for key in done:
             self._store_call(lambda key=key: self._store.delete_key(key))
@@ -516,6 +523,15 @@ class Members:
                 f"rank {self.rank}: the store in which ranks meet cannot be reached ({reason}): it"
                 " has to outlive them, as that of torchrun's agent does, or one on another host passed to Members"
             ) from error
+
+
+def _live(members: weakref.ref[Members], number: int) -> None:
+    """Give signs of life to those that a generation has left, until this rank meets them: it may be in a long step."""
+    with suppress(LostPeerError):
+        while (mine := members()) is not None and mine.number == number:
+            mine._add(f"{number + 1}/{mine._token}/alive", 1)
+            del mine
+            time.sleep(GRACE_SECONDS / 5)
 
 
 def _own(store: dist.Store) -> dist.Store:

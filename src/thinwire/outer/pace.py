@@ -39,6 +39,11 @@ class RoundPace:
         self._stepped, self._step_seconds = self._begun, 0.0
         _paces.add(self)
 
+    @property
+    def patience(self) -> float:
+        """Longest wait for a step of this rank."""
+        return min(self._longest, max(LEAST_PATIENCE, STEPS_OF_PATIENCE * self._step_seconds))
+
     def step(self) -> None:
         """Count a step; inside of ``changed``."""
         now = time.perf_counter()
@@ -53,9 +58,8 @@ class RoundPace:
         starved = min(16.0, max(1.0, elapsed / max(used, 1e-9)))  # a process that gets half a core counts half
         pause = self._every - elapsed if self._every else min(self._longest, self._cost * starved / SHARE)
         self._hurry.wait(max(1e-3, pause))  # another thread may want the lock of a round
-        patience = min(self._longest, max(LEAST_PATIENCE, STEPS_OF_PATIENCE * self._step_seconds))
         with self.changed:
-            self.changed.wait_for(lambda: self.steps > self.seen or self._hurry.is_set(), patience)
+            self.changed.wait_for(lambda: self.steps > self.seen or self._hurry.is_set(), self.patience)
         self._begun, self._used = time.perf_counter(), time.process_time()
 
     def end_round(self, cpu_seconds: float) -> None:

@@ -27,7 +27,8 @@ class ShadowRounds(Rounds):
     Each round is a job of the lane, which submits the next one, so jobs match however many steps ranks make. It copies
     the parameters between two steps, averages and steps the anchor, and leaves ``mix * (anchor - copy)`` as a
     correction. The hook of the optimizer adds that to the parameters, on the thread of training: whatever steps were
-    made since the copy stay.
+    made since the copy stay. A round that begins within a step has the hook take the copy: with a closure forward and
+    backward are within it too.
 
     Raises:
         ValueError: rounds are as seldom as the timeout or more so.
@@ -50,6 +51,7 @@ class ShadowRounds(Rounds):
         self._is_waiting = False  # whether there is a correction that is not applied yet
         self._replaces = False  # whether it replaces the parameters, which were not finite
         self._is_stepping = False
+        self._is_copy_due = False  # whether the thread of training is to take it, at the end of its step
         self._anchors_lock = threading.Lock()  # held while anchors are stepped, or read by training
         self._round_lock = threading.Lock()  # held for a round
         self._entered = self.lane  # the one of whose rounds anything is kept
@@ -100,6 +102,8 @@ class ShadowRounds(Rounds):
             self._apply()
             self._is_stepping = False
             self.pace.step()
+            if self._is_copy_due:
+                self._take_copy()
         if self._future.done():
             with self._timed():
                 self._go_on_after(self._future)
@@ -197,10 +201,13 @@ class ShadowRounds(Rounds):
         moved = traffic.sent_bytes + traffic.received_bytes
         with self._round_lock, torch.no_grad(), ExitStack() as stack:
             with self.pace.changed:
+                self._before, self._is_copy_due = self.pace.seen, True
+                self.pace.changed.wait_for(self._may_go_on, self.pace.patience)
                 stack.enter_context(self._staging.taking(self._trained))
-                flag, self._before = ENDING * self.pace.is_ending, self.pace.seen
-                takes_part = not (self._is_stepping or self.anchors.are_swapped)
-                steps = self._take_copy() if takes_part else 0
+                if self._is_copy_due and not (self._is_stepping or self.anchors.are_swapped):
+                    self._take_copy()
+                takes_part, self._is_copy_due = not self._is_copy_due, False
+                flag, steps = ENDING * self.pace.is_ending, self.pace.seen - self._before
             self._subtract(takes_part)
             parameters = {name: self._difference[name] for name in self._names}
             buffers = [self._difference[name] for name in self.anchors.buffers]
@@ -320,15 +327,19 @@ class ShadowRounds(Rounds):
         """Return what rounds average, with its anchors."""
         return {name: pair for name, pair in self.anchors.pairs().items() if name in self._copy}
 
-    def _take_copy(self) -> int:
-        """Copy what this rank has, with the correction that waits; return its steps since the last copy."""
+    def _may_go_on(self) -> bool:
+        """Return whether a round need not wait for the end of a step, in which an optimizer may call a closure."""
+        return not (self._is_stepping and self._is_copy_due) or self.pace.is_dropped
+
+    def _take_copy(self) -> None:
+        """Copy what this rank has, with the correction that waits, and note that its steps are seen."""
         for name, (local, _) in self._pairs().items():
             copy = self._copy[name].copy_(self._correction[name] if self._replaces else local)
             if self._is_waiting and not self._replaces:
                 copy.add_(self._correction[name])
-        self._copied = self._staging.hand_over(()).event
-        steps, self.pace.seen = self.pace.steps - self.pace.seen, self.pace.steps
-        return steps
+        self._trained = self._staging.hand_over(())
+        self._copied = self._trained.event
+        self.pace.seen, self._is_copy_due = self.pace.steps, False
 
     def _subtract(self, takes_part: bool) -> None:
         """Write the differences of the anchors and the copies, or zeros.
@@ -366,9 +377,9 @@ class ShadowRounds(Rounds):
         if self._is_waiting:
             _wait(self._landed)
             self.refusals += self._replaces
-            for name, (local, _) in self._pairs().items():
-                correction = self._correction[name]
-                local.copy_(correction) if self._replaces else local.add_(correction)
+            for name, (local, anchor) in self._pairs().items():
+                if local is not anchor:  # as for a buffer that is gone
+                    local.copy_(self._correction[name]) if self._replaces else local.add_(self._correction[name])
             self._is_waiting = self._replaces = False
         self._trained = self._staging.hand_over(())
 

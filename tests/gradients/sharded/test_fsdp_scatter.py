@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import thinwire
+from thinwire.gradients.sharded.layout import ShardedHooks
 from thinwire.lab.testbed.launch import RankContext, run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -85,3 +87,22 @@ def _one_host(context: RankContext) -> None:
 
 def test_on_one_host_gradients_stay_with_fsdp() -> None:
     run_ranks(_one_host, world_size=2, timeout_seconds=60)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])  # the latter for a GPU, whose NCCL leaves each rank its part
+def test_what_stays_with_a_reduce_scatter_beside_a_compressor_is_counted_as_that(device: str) -> None:
+    """Gloo's is an all-reduce, which sends twice as much."""
+    shards = [SimpleNamespace(name=name, padded_shape=shape) for name, shape in {"a": (3, 5), "b": (7,)}.items()]
+    unit = SimpleNamespace(name="unit", cut=lambda numel: [(shards[0], 0), (shards[1], 15)], has_replicas=False)
+    queue = SimpleNamespace(
+        alike="native", compresses="a".__eq__, goes_lossless=lambda *of: False, submit=lambda contents: None
+    )
+    moved: list[int] = []
+    hooks: Any = SimpleNamespace(
+        _clock=SimpleNamespace(ready=lambda name: None), _count=moved.append, _finish=lambda *of: None
+    )
+    flat, output = torch.empty(4 * 22, device=device), torch.empty(22, device=device)
+    group: Any = SimpleNamespace(rank=lambda: 1, size=lambda: 4)
+    of: Any = unit, queue, lambda **of: None
+    ShardedHooks._scatter(hooks, *of, output, flat, group, dist.ReduceOp.AVG)
+    assert moved == [(6 if device == "cpu" else 3) * 7 * 4]

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -28,11 +27,12 @@ from torch import Tensor, nn
 
 from thinwire.comm.c10d import check_names
 from thinwire.comm.lane import Lane
+from thinwire.comm.process_group import reduce_scatter_bytes
 from thinwire.compress.assign import Dense, assign
 from thinwire.compress.base import Exchanged, Parameter
 from thinwire.compress.memory import ErrorFeedback
 from thinwire.compress.reductions.choose import scattered
-from thinwire.errors import ThinwireError, is_of_a_peer, logger
+from thinwire.errors import ThinwireError, is_of_a_peer, logger, warn
 from thinwire.gradients import torch_internals as internals
 from thinwire.gradients.buckets import Buckets, Contents, Pending
 from thinwire.gradients.compression import Methods, Planned, planned
@@ -264,8 +264,7 @@ class Sharding:
             "replicas of this FSDP model have other parameters, and stay different: build the model from the same seed"
             " on all ranks, or load a checkpoint into it before attach"
         )
-        logger.warning(text)
-        warnings.warn(text, stacklevel=4)
+        warn(text, 4)
 
     def names(self) -> list[str]:
         """Return the names of the parameters in shards, on all meshes."""
@@ -314,7 +313,7 @@ class ShardedHooks(ParameterHooks):
     Args:
         sharding: the layout.
         inside: the queues for shards, each on a lane of their group: on the mesh of the layout, and on others.
-        count: counts a reduce-scatter of bytes that stays FSDP's.
+        count: counts the bytes that a rank sends in a reduce-scatter that stays FSDP's.
         reduces: called before each reduction of FSDP's.
         tables: the shards of tables with replicas, with a queue and a lane of these.
         hung: by a group of FSDP's, a lane of the same ranks, through whose connections FSDP sends.
@@ -472,7 +471,7 @@ class ShardedHooks(ParameterHooks):
         pending = inside.submit(contents)
         if rest and not is_lossless:
             stock(output_tensor=sums, input_tensor=flat, group=group, op=op)
-            self._count(flat.nbytes)
+            self._count(reduce_scatter_bytes(flat.nbytes, world_size, flat.device))
         is_last = op == dist.ReduceOp.AVG and not unit.has_replicas  # else FSDP divides or adds next
         store = partial(_store, results, len(compressed), scale)
         self._finish(unit, output, Waiting(pending, output.device, store), is_last)

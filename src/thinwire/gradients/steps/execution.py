@@ -5,14 +5,12 @@ the same at the end of the same step.
 """
 
 import statistics
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from thinwire.comm.channel import Subject
 from thinwire.comm.lane import Lane
-from thinwire.errors import logger
-from thinwire.gradients.compressed import FLUSH_STEPS
+from thinwire.errors import logger, warn
 from thinwire.gradients.ddp import are_same
 from thinwire.gradients.steps.fit import Measured
 from thinwire.gradients.steps.grouping import Following, Intent, regrouped
@@ -229,7 +227,7 @@ class Execution:
             self._warn(f"{text}. Make a new one, or have it dropped by dataclasses.replace(plan, fallback=True)")
             return
         self.dropped = True
-        left = _what_is_left(self._following.compresses, self._following.drop(), self._intent.momentum)
+        left = self._following.drop()
         self._enter(self._rest)
         self._warn(f"{text}. It is dropped: synchronization is exact from now on{left}")
 
@@ -244,19 +242,7 @@ class Execution:
 
     def _warn(self, text: str) -> None:
         if self._lane.rank == 0:
-            logger.warning("%s", text)
-            warnings.warn(text, stacklevel=2)
-
-
-def _what_is_left(compressed: bool, is_handed_out: bool, momentum: bool) -> str:
-    if not compressed:
-        return ""
-    left = (
-        f". What compression has not sent is added to the gradients of the next {FLUSH_STEPS} steps"
-        if is_handed_out
-        else ". What compression has not sent stays in state_dict(), because gradients carry a loss scale"
-    )
-    return left + ". The compressor kept the momentum: give the optimizer its own again" * momentum
+            warn(text)
 
 
 def _ms(seconds: float | None) -> str:

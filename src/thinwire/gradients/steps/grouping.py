@@ -6,7 +6,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from thinwire.gradients.compressed import CompressedSync
+from thinwire.gradients.compressed import FLUSH_STEPS, CompressedSync
+from thinwire.gradients.compression import has_momentum
 from thinwire.gradients.parameters import ParameterHooks, indices_of, plan_groups
 from thinwire.gradients.steps.fit import Measured
 from thinwire.observe.step import Load
@@ -45,7 +46,6 @@ class Intent:
         predicted_seconds: seconds of the plan from the end of the model's forward until the last mean is known.
         dense_seconds: the same for stock DDP.
         fallback: whether a plan that turns out slower than exact synchronization is dropped.
-        momentum: whether a compressor keeps the momentum of the optimizer.
         is_watched: whether steps can be timed by the processor's clock; if not, groups are followed but not judged.
     """
 
@@ -55,7 +55,6 @@ class Intent:
     predicted_seconds: float | None = None
     dense_seconds: float | None = None
     fallback: bool = False
-    momentum: bool = False
     is_watched: bool = True
     pace: Pace = field(default_factory=lambda: DEFAULT_PACE)
 
@@ -141,10 +140,18 @@ class Following:
         """Send each gradient by itself until the next `follow`."""
         self._regroup(tuple((index,) for index in self._order()))
 
-    def drop(self) -> bool:
-        """Synchronize exactly in the default groups from now on; return whether memories are handed out."""
+    def drop(self) -> str:
+        """Synchronize exactly in the default groups from now on; return, for a message, what is left of compression."""
         self.follow(None)
-        return self._compressed is not None and self._compressed.memories.drop()
+        if self._compressed is None:
+            return ""
+        left = (
+            f". What compression has not sent is added to the gradients of the next {FLUSH_STEPS} steps"
+            if self._compressed.memories.drop()
+            else ". What compression has not sent stays in state_dict(), because gradients carry a loss scale"
+        )
+        momentum = any(has_momentum(plan.compressor) for plan in self._compressed.plans.values())
+        return left + ". The compressor kept the momentum: give the optimizer its own again" * momentum
 
     def current(self) -> Groups | None:
         """Return the groups to follow as positions in the order of readiness, or None if they are not runs of it."""

@@ -6,7 +6,6 @@ A trace holds measured steps as events of the same form as those that a plan pre
 from __future__ import annotations
 
 import json
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ import torch
 from torch import nn
 
 from thinwire.comm.lane import Lane
-from thinwire.errors import logger
+from thinwire.errors import logger, warn
 from thinwire.gradients.buckets import Sums
 from thinwire.gradients.ddp import Plug, is_joining
 from thinwire.gradients.steps.dense import DenseChoice
@@ -180,14 +179,12 @@ class StepLoop:
         gradients = self._sums.gradients
         timed = self.decisions
         decides = gradients.choices or timed.execution is not None or timed.choice is not None
-        if not decides or gradients.in_rank_order or not torch.are_deterministic_algorithms_enabled():
-            return
-        if not self._has_warned:
+        is_late = decides and not gradients.in_rank_order and torch.are_deterministic_algorithms_enabled()
+        if is_late and not self._has_warned:
             self._has_warned = True
-            warnings.warn(
+            warn(
                 "torch.use_deterministic_algorithms(True) came after attach, so measured times still decide how"
-                " gradients are summed, and two runs may differ in their last bits: call it before attach",
-                stacklevel=2,
+                " gradients are summed, and two runs may differ in their last bits: call it before attach"
             )
 
     def start_trace(self, steps: int | None) -> Trace:

@@ -1,7 +1,5 @@
 """Train a script for a few steps as advised, to see what a step takes: the script is not changed, its DDP model is."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

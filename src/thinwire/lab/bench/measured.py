@@ -1,7 +1,5 @@
 """Measurement of a training on emulated hosts, or as a rank of a job: a named job, or a user's own factory."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """The same job on several numbers of ranks: bits of each step, bytes and seconds, beside stock DDP."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Methods measured in turns, interleaved, on emulated hosts or by the ranks of a job that torchrun started."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Sequence

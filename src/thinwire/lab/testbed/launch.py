@@ -12,8 +12,6 @@ start and end in 0.4 s. Messages through the pipes between a rank and its parent
 the machine.
 """
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """Process of a rank: enter its host, tie its life to the launcher, call the function, report."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import faulthandler

@@ -1,7 +1,5 @@
 """`thinwire bench checkpoint`: the cost of checkpoints by several methods, and their benefit, on emulated hosts."""
 
-from __future__ import annotations
-
 import os
 import statistics
 import tempfile

@@ -1,7 +1,5 @@
 """Emulated hosts with a holder on each, which can be lost and replaced."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import json

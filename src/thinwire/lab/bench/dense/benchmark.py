@@ -1,7 +1,5 @@
 """`thinwire bench sync --workload dense:...`: real dense gradients summed by each method; rows of measured figures."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

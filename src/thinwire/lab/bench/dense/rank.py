@@ -1,7 +1,5 @@
 """One rank of `thinwire bench sync --workload dense:...`: every method in turn on the recorded gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial

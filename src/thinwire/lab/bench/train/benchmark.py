@@ -1,7 +1,5 @@
 """`thinwire bench train`: one job under each method in turn, on emulated hosts; rows of measured figures."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace

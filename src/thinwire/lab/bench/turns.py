@@ -2,10 +2,10 @@
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,13 +22,14 @@ Value = TypeVar("Value")
 _HEAD_START_SECONDS = 0.05  # a broadcast of 8 bytes lasts 5 to 15 ms
 
 
-class Timed(Protocol):
-    """Measurement whose runs have times."""
+@dataclass
+class Run:
+    """One run on a rank: start and end, see `Turns`, the bytes that it sent, and what it returned."""
 
-    @property
-    def started(self) -> tuple[float, ...]: ...
-    @property
-    def ended(self) -> tuple[float, ...]: ...
+    times: tuple[float, float]
+    sent_bytes: int
+    sent_between_hosts_bytes: int
+    result: Any
 
 
 @dataclass(frozen=True)
@@ -143,21 +144,21 @@ def conditions(hosts: int, link: Link) -> dict[str, Any]:
     }
 
 
-def timed(run: Callable[[], None], lane: Lane, one_clock: bool) -> tuple[float, float, int, int]:
-    """Run on all ranks together, and return start, end, bytes sent, and those between hosts; see `Turns`."""
+def timed(run: Callable[[], object], lane: Lane, one_clock: bool) -> Run:
+    """Run on all ranks together."""
     before = replace(lane.exchange.traffic)
     if one_clock:
         start_together()
     else:
         dist.barrier()
     started = time.perf_counter()
-    run()
+    result = run()
     ended = time.perf_counter()
     now = lane.exchange.traffic
     sent_bytes = now.sent_bytes - before.sent_bytes
     between_bytes = now.sent_between_hosts_bytes - before.sent_between_hosts_bytes
     origin = 0.0 if one_clock else started
-    return started - origin, ended - origin, sent_bytes, between_bytes
+    return Run((started - origin, ended - origin), sent_bytes, between_bytes, result)
 
 
 def start_together() -> None:
@@ -169,11 +170,9 @@ def start_together() -> None:
     time.sleep(max(0.0, instant.item() - time.perf_counter()))
 
 
-def seconds_of_runs(measurements: Sequence[Timed]) -> list[float]:
-    """Return the seconds of each repetition, from the first rank that started to the last that ended."""
-    starts = zip(*(measurement.started for measurement in measurements), strict=True)
-    ends = zip(*(measurement.ended for measurement in measurements), strict=True)
-    return [max(end) - min(start) for start, end in zip(starts, ends, strict=True)]
+def seconds_of_runs(times: Iterable[Sequence[tuple[float, float]]]) -> list[float]:
+    """Return the seconds of each run, from the first rank that started to the last that ended, by the times of each."""
+    return [max(end for _, end in run) - min(start for start, _ in run) for run in zip(*times, strict=True)]
 
 
 def quantile(values: Sequence[float], share: float) -> float:

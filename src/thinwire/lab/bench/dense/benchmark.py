@@ -51,7 +51,7 @@ def run(benchmark: DenseBenchmark, on_progress: Callable[[str], None]) -> dict[s
 
 def _rows(benchmark: DenseBenchmark, link_mbit: float | None, ranks: Sequence[DenseRank]) -> list[dict[str, Any]]:
     measured = {method: [rank.methods[method] for rank in ranks] for method in benchmark.methods}
-    seconds = {method: seconds_of_runs(each) for method, each in measured.items()}
+    seconds = {method: seconds_of_runs(one.times for one in each) for method, each in measured.items()}
     native = statistics.median(seconds[NATIVE]) if NATIVE in seconds else None
     values, world_size = sum(ranks[0].bucket_values), benchmark.world_size
     common = {

@@ -25,7 +25,8 @@ from thinwire.lab.demo.train import (
     Variant,
     train_rank,
 )
-from thinwire.lab.testbed.launch import compile_kernels, preload, run_ranks
+from thinwire.lab.testbed.kernels import compile_ahead
+from thinwire.lab.testbed.launch import preload, run_ranks
 from thinwire.lab.testbed.network import EmulatedNetwork, Link
 
 OnStep = Callable[[int, int, float], None]
@@ -213,7 +214,7 @@ def compare(
         raise ValueError(f"hosts must be at least 1, got {hosts}")
     preload("torch._dynamo")
     load = _others_running()
-    compile_kernels(KERNELS, on_stage)
+    compile_ahead(KERNELS, on_stage)
     with tempfile.TemporaryDirectory(prefix="thinwire-demo-") as directory:
         job = TrainJob(config, Path(directory) / "tokens.npy")
         # A file of our own: the cache of the corpus may be missing or replaced while we run.

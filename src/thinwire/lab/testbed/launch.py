@@ -70,9 +70,11 @@ def run_ranks(
 
     Without a `world_size` there is one process, the rank of a job that torchrun started this one as.
     """
+    from thinwire.lab.testbed.kernels import compile_ahead  # imports torch
+
     payload = _pickle_call(function, args)
     kernels = None if kernels is None else tuple(kernels)
-    compile_kernels(kernels)
+    compile_ahead(kernels)
     with (
         tempfile.TemporaryDirectory(prefix="thinwire-ranks-") as directory,
         contextlib.ExitStack() as cleanup,
@@ -100,15 +102,6 @@ def preload(module: str) -> None:
     """
     if module not in _preloaded:
         _preloaded.append(module)
-
-
-def compile_kernels(
-    names: Iterable[str] | None = None, on_progress: Callable[..., None] = lambda *progress: None
-) -> None:
-    """Compile the kernels that ranks will call, all by default, and report progress as `compile_ahead` does."""
-    from thinwire.lab.testbed.kernels import compile_ahead  # imports torch
-
-    compile_ahead(names, on_progress)
 
 
 def _plan_ranks(

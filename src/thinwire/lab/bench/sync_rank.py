@@ -18,7 +18,7 @@ from thinwire.comm.machine import measure as measure_machine
 from thinwire.gradients.exact import GradientSync
 from thinwire.gradients.tables import TableGradient
 from thinwire.lab.bench.methods import AGSPARSE_TORCH, scheme_of
-from thinwire.lab.bench.turns import Run, Turns, timed
+from thinwire.lab.bench.turns import TimedRun, Turns, timed
 from thinwire.lab.bench.workload import Workload
 from thinwire.lab.digests import digest_of
 from thinwire.lab.testbed.rank import RankContext
@@ -61,9 +61,9 @@ def measure(
     points = {method: _point(method, lane, rows) for method in methods}
     for method in methods:
         timed(_runner(points[method], lane, _few(rows)), lane, turns.one_clock)
-    kept: dict[str, Run] = {}
+    kept: dict[str, TimedRun] = {}
 
-    def run(method: str) -> Run:
+    def run(method: str) -> TimedRun:
         """Run once; only the last run of a method keeps its result."""
         done = timed(_runner(points[method], lane, rows), lane, turns.one_clock)
         if method in kept:

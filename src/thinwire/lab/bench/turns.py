@@ -3,7 +3,6 @@
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -14,8 +13,8 @@ from thinwire.comm.hosts import HOST_VARIABLE
 from thinwire.comm.lane import Lane
 from thinwire.lab.bench.in_job import gloo_group, is_in_job, on_all_ranks
 from thinwire.lab.report import environment
-from thinwire.lab.testbed.launch import run_ranks
-from thinwire.lab.testbed.network import EmulatedNetwork, Link
+from thinwire.lab.testbed.launch import values_of_ranks
+from thinwire.lab.testbed.network import Link, emulated
 from thinwire.lab.testbed.rank import RankContext
 
 Value = TypeVar("Value")
@@ -23,7 +22,7 @@ _HEAD_START_SECONDS = 0.05  # a broadcast of 8 bytes lasts 5 to 15 ms
 
 
 @dataclass
-class Run:
+class TimedRun:
     """One run on a rank: start and end, see `Turns`, the bytes that it sent, and what it returned."""
 
     times: tuple[float, float]
@@ -115,22 +114,21 @@ class HostsBenchmark:
             turns = Turns(self.repeat, self.warm_up, one_clock=self.hosts == 1)
             with gloo_group():
                 return None, on_all_ranks(function, *args, turns, on_message=on_progress)
-        limited = self.link.mbit is not None
-        turns = Turns(self.repeat, self.warm_up, None if limited else self.ranks_per_host)
-        with EmulatedNetwork(self.hosts, self.link) if limited else nullcontext() as network:
+        with emulated(self.hosts, self.link) as network:
             link_mbit = network.measure() if network else None
-            outcomes = run_ranks(
+            interface = network.interface if network else None
+            turns = Turns(self.repeat, self.warm_up, None if network else self.ranks_per_host, interface=interface)
+            return link_mbit, values_of_ranks(
                 function,
                 *args,
-                replace(turns, interface=network.interface if network else None),
+                turns,
                 world_size=self.world_size,
-                ranks_per_host=self.ranks_per_host if limited else None,
+                ranks_per_host=self.ranks_per_host if network else None,
                 network=network,
                 timeout_seconds=self.timeout_seconds,
                 on_message=lambda rank, message: on_progress(message) if rank == 0 else None,
                 kernels=kernels,
             )
-        return link_mbit, [outcome.value for outcome in outcomes]
 
 
 def conditions(hosts: int, link: Link) -> dict[str, Any]:
@@ -144,7 +142,7 @@ def conditions(hosts: int, link: Link) -> dict[str, Any]:
     }
 
 
-def timed(run: Callable[[], object], lane: Lane, one_clock: bool) -> Run:
+def timed(run: Callable[[], object], lane: Lane, one_clock: bool) -> TimedRun:
     """Run on all ranks together."""
     before = replace(lane.exchange.traffic)
     if one_clock:
@@ -158,7 +156,7 @@ def timed(run: Callable[[], object], lane: Lane, one_clock: bool) -> Run:
     sent_bytes = now.sent_bytes - before.sent_bytes
     between_bytes = now.sent_between_hosts_bytes - before.sent_between_hosts_bytes
     origin = 0.0 if one_clock else started
-    return Run((started - origin, ended - origin), sent_bytes, between_bytes, result)
+    return TimedRun((started - origin, ended - origin), sent_bytes, between_bytes, result)
 
 
 def start_together() -> None:

@@ -95,6 +95,11 @@ def run_ranks(
         return outcomes
 
 
+def values_of_ranks(function: Callable[..., Any], *args: Any, **settings: Any) -> list[Any]:
+    """Call a function as `run_ranks` does, with its settings, and return the values of the ranks in rank order."""
+    return [outcome.value for outcome in run_ranks(function, *args, **settings)]
+
+
 def preload(module: str) -> None:
     """Have the server from which ranks are forked import a module too; call it before the first `run_ranks`.
 

@@ -19,7 +19,7 @@ from thinwire.lab.bench.checkpoint.traffic import Sampler, timeline
 from thinwire.lab.bench.checkpoint.work import SYNTHETIC, TrainingWork
 from thinwire.lab.bench.jobs.job import Data
 from thinwire.lab.report import environment
-from thinwire.lab.testbed.launch import RanksFailed, preload, run_ranks
+from thinwire.lab.testbed.launch import RanksFailed, preload, values_of_ranks
 from thinwire.lab.testbed.network import Link
 
 SLOTS = 2  # of each shard, on each host that holds it
@@ -150,7 +150,7 @@ def _overhead(
         elif rank == 0:
             (sampler.start if message[1] else sampler.stop)()
 
-    outcomes = run_ranks(
+    records = values_of_ranks(
         measure,
         plan,
         data,
@@ -161,7 +161,7 @@ def _overhead(
     )
     for method in benchmark.methods:
         hosts.forget(f"{plan.destination.run_id}-{method}")
-    return [outcome.value for outcome in outcomes]
+    return records
 
 
 def _recoveries(

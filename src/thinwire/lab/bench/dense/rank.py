@@ -17,7 +17,7 @@ from thinwire.lab.bench.dense.workload import DenseWorkload
 from thinwire.lab.bench.jobs.job import Data
 from thinwire.lab.bench.train.account import interface_bytes_sent
 from thinwire.lab.bench.train.stock import rank_order_sum
-from thinwire.lab.bench.turns import Run, Turns, timed
+from thinwire.lab.bench.turns import TimedRun, Turns, timed
 from thinwire.lab.digests import digest_of
 from thinwire.lab.testbed.rank import RankContext
 from thinwire.sums.lossless import SumReport, begin, subject
@@ -81,7 +81,7 @@ def measure(
     return _judged(context, buckets, runs)
 
 
-def _once(lane: Lane, method: str, buckets: Sequence[Tensor], turns: Turns) -> Run:
+def _once(lane: Lane, method: str, buckets: Sequence[Tensor], turns: Turns) -> TimedRun:
     """Run once; the result has the means, what the code took, and the bytes that the interface sent."""
     means, coded, interface = [bucket.clone() for bucket in buckets], SumReport(), turns.interface
     before = None if interface is None else interface_bytes_sent(interface)
@@ -162,7 +162,7 @@ def _predicted_bytes(method: str, buckets: Sequence[Tensor], context: RankContex
     )
 
 
-def _judged(context: RankContext, buckets: Sequence[Tensor], runs: dict[str, list[Run]]) -> DenseRank:
+def _judged(context: RankContext, buckets: Sequence[Tensor], runs: dict[str, list[TimedRun]]) -> DenseRank:
     gathered = [_gathered(bucket) for bucket in buckets]
     sums = [rank_order_sum(tensors) for tensors in gathered]
     exact = [torch.stack(tensors).double().mean(0) for tensors in gathered]
@@ -171,7 +171,7 @@ def _judged(context: RankContext, buckets: Sequence[Tensor], runs: dict[str, lis
     values = sum(bucket.numel() for bucket in buckets)
     opening = len(buckets) * opening_bytes(context.world_size)
 
-    def judged(method: str, each: Sequence[Run]) -> DenseMeasurement:
+    def judged(method: str, each: Sequence[TimedRun]) -> DenseMeasurement:
         means, coded, _ = each[-1].result
         return DenseMeasurement(
             tuple(run.times for run in each),

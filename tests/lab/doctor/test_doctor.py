@@ -821,7 +821,7 @@ def test_kernels_are_compiled_with_a_line_of_progress_and_before_the_time_that_c
     Path("train.py").touch()
     now, deadlines = [0.0], []
 
-    def compile_ahead(names: object, on_progress: Any) -> None:
+    def compile_ahead(names: object = None, on_progress: Any = None) -> None:
         if now[0] == 0.0:
             on_progress("Compiling kernels, once a machine, 9 to 21 s", 0, 0)
             now[0] += 70.0

@@ -13,8 +13,6 @@
 Wrong arguments are a ``ValueError`` or ``TypeError``, as in torch.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import sys

@@ -1,27 +1,8 @@
 """Fusion policies: each constructor returns a `Policy`, a function from a profile to groups of gradients."""
 
-from thinwire.plan.policy import (
-    Policy,
-    byte_cap,
-    cupcake,
-    equal_count,
-    layerwise,
-    mg_wfbp,
-    omgs,
-    one_bucket,
-    parse,
-    safusion,
-)
+# ruff: noqa: F403  each constructor is a name of this module
 
-__all__ = [
-    "Policy",
-    "byte_cap",
-    "cupcake",
-    "equal_count",
-    "layerwise",
-    "mg_wfbp",
-    "omgs",
-    "one_bucket",
-    "parse",
-    "safusion",
-]
+from thinwire.plan import policy
+from thinwire.plan.policy import *
+
+__all__ = policy.__all__

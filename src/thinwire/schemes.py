@@ -1,58 +1,14 @@
 """The named points of the design space of exact schemes, and the types to define others."""
 
+# ruff: noqa: F403  each named point is a name of this module
+
 from thinwire.rows.formats import Format
-from thinwire.sums.named import (
-    AGSPARSE,
-    AGSPARSE_CODED,
-    AGSPARSE_HIERARCHY,
-    AGSPARSE_RING,
-    BALANCED_PARALLELISM,
-    COLUMN_SPLIT,
-    DENSE,
-    DENSE_HALVING_DOUBLING,
-    DENSE_PS,
-    DENSE_RING,
-    HIERARCHICAL_CENTRALIZATION,
-    NAMED,
-    OMNIREDUCE,
-    OMNIREDUCE_CONTIGUOUS,
-    SPARCML,
-    SPARCML_CODED,
-    SPARCML_DENSE,
-    SPARCML_SPLIT,
-    SPARCML_SPLIT_DENSE,
-    SPARSE_PS,
-    UNION_SPLIT,
-    ZEN,
-    ZEN_ELEMENTS,
-)
+from thinwire.sums import named
+from thinwire.sums.named import *
 from thinwire.sums.scheme import Aggregation, Balance, Communication, Ownership, Partitioning, Scheme, Unit
 from thinwire.sums.two_level import TwoLevel
 
 __all__ = [
-    "AGSPARSE",
-    "AGSPARSE_CODED",
-    "AGSPARSE_HIERARCHY",
-    "AGSPARSE_RING",
-    "BALANCED_PARALLELISM",
-    "COLUMN_SPLIT",
-    "DENSE",
-    "DENSE_HALVING_DOUBLING",
-    "DENSE_PS",
-    "DENSE_RING",
-    "HIERARCHICAL_CENTRALIZATION",
-    "NAMED",
-    "OMNIREDUCE",
-    "OMNIREDUCE_CONTIGUOUS",
-    "SPARCML",
-    "SPARCML_CODED",
-    "SPARCML_DENSE",
-    "SPARCML_SPLIT",
-    "SPARCML_SPLIT_DENSE",
-    "SPARSE_PS",
-    "UNION_SPLIT",
-    "ZEN",
-    "ZEN_ELEMENTS",
     "Aggregation",
     "Balance",
     "Communication",
@@ -63,3 +19,4 @@ __all__ = [
     "TwoLevel",
     "Unit",
 ]
+__all__ += named.__all__

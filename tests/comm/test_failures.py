@@ -27,7 +27,7 @@ import thinwire
 import thinwire.comm.lane as lane_module
 from thinwire.comm.channel import Subject
 from thinwire.comm.lane import LOOK_SECONDS, Lane
-from thinwire.comm.process_group import EVERYONE, Exchange
+from thinwire.comm.process_group import EVERYONE, Exchange, Stream
 from thinwire.errors import LostPeerError, ThinwireError, forget_locals
 from thinwire.lab.testbed.launch import RankContext, run_ranks
 
@@ -296,7 +296,7 @@ def _swaps(lane: Lane) -> None:
 
 def _streams(lane: Lane) -> None:
     others = [rank for rank in range(lane.world_size) if rank != lane.rank]
-    with lane.exchange.stream(tag=7) as stream:
+    with Stream(lane.exchange, tag=7) as stream:
         receives = [stream.receive(rank, LARGE_BYTES, torch.Tensor.numel) for rank in others]
         for rank in others:
             stream.send(rank, lambda: torch.zeros(LARGE_BYTES, dtype=torch.uint8))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -50,7 +51,7 @@ def stream(numel: int, steps: int, spread: float, drift: float) -> Iterator[Tens
 def test_as_many_are_sent_as_were_asked_for(method: str, spread: float, drift: float, wrap: type) -> None:
     """In every step, though error feedback leaves a sharp edge where the last thresholds were."""
     sparsifier, (fewest, most) = SPARSIFIERS[method]
-    compressor, parameter = wrap(sparsifier.with_density(0.01)), Parameter("weight", (20_000,))
+    compressor, parameter = wrap(replace(sparsifier, density=0.01)), Parameter("weight", (20_000,))
     state, k = compressor.init(parameter), 200
     for gradient in stream(20_000, 60, spread, drift):
         payload = compressor.compress(gradient, parameter, state)
@@ -117,8 +118,8 @@ def test_what_arrives_and_what_is_kept_are_what_was_given(name: str, steps: list
 def test_counts_of_any_gradient(method: str, steps: list[tuple[str, int]], density: float) -> None:
     """As many as promised, or all that are not zero if there are fewer."""
     sparsifier, (fewest, most) = SPARSIFIERS[method]
-    compressor = ErrorFeedback(sparsifier.with_density(density))
-    state, k = compressor.init(PARAMETER), sparsifier.with_density(density).target(768)
+    compressor = ErrorFeedback(replace(sparsifier, density=density))
+    state, k = compressor.init(PARAMETER), replace(sparsifier, density=density).target(768)
     for kind, seed in steps:
         gradient = made(kind, seed)
         present = 768 if fewest == most else int((gradient + state["error"]).count_nonzero())

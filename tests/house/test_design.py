@@ -100,13 +100,19 @@ def _missing_members(text: str) -> Iterator[str]:
 
 
 def _is_defined(dotted: str) -> bool:
-    """Whether it is a module, or its last file says the next name; nothing is imported, as some need a GPU."""
+    """Whether it is a module, or its last file says the next name, or one of which that imports all names.
+
+    Nothing is imported, as some need a GPU.
+    """
     parts = dotted.split(".")[1:]
     path = SOURCE
     while parts and _is_module(path / parts[0]):
         path /= parts.pop(0)
     source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-    return not parts or re.search(rf"\b{parts[0]}\b", source.read_text()) is not None
+    texts = [source.read_text()]
+    for module in re.findall(r"^from (thinwire[\w.]+) import \*$", texts[0], re.MULTILINE):
+        texts.append((SOURCE.parent / f"{module.replace('.', '/')}.py").read_text())
+    return not parts or any(re.search(rf"\b{parts[0]}\b", text) for text in texts)
 
 
 def _is_module(path: Path) -> bool:

@@ -4,8 +4,6 @@ The method is GEMINI's (Wang et al., "GEMINI: Fast Failure Recovery in Distribut
 Checkpoints", SOSP'23).
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

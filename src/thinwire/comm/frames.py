@@ -4,8 +4,6 @@ A rank that fails while it makes a frame sends the reason instead. Its receivers
 more, so all of them hang up.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import cache
 

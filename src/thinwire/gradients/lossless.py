@@ -1,7 +1,5 @@
 """Dense gradients whose sums travel losslessly coded: which buckets go that way, and what that takes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field

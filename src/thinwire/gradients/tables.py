@@ -13,8 +13,6 @@ is still summed over the same ranks, in the same order where the scheme sums in 
 same as of tables sent alone. Grouping is pure: it depends only on numbers known to all ranks, so all stack the same.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """What each trainer needs of a `Checkpointer`: the trainer's counters are kept too, and so its position in the data."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

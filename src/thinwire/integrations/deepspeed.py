@@ -4,8 +4,6 @@ An engine of ZeRO stage 1 or 2 has a shard of the optimizer on each rank: flat f
 the torch optimizer inside of DeepSpeed's, and that optimizer's state. Read on deepspeed 0.19.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

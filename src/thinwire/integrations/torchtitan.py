@@ -1,7 +1,5 @@
 """torchtitan: keep every step in the memory of hosts, beside the trainer's own checkpoints."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import nn

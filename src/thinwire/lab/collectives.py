@@ -15,8 +15,6 @@ of all others the whole tensor. One rank alone costs 0 seconds. ``size_bytes`` m
 All raise ValueError for less than one rank, or for sizes that are not finite or below 0.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

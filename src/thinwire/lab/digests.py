@@ -1,7 +1,5 @@
 """Digests of what ranks hold, to see whether it is the same."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable
 

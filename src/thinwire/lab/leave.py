@@ -1,7 +1,5 @@
 """The way in which a process of ours ends that has a process group, or had one."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import os

@@ -1,7 +1,5 @@
 """What is missing: a package to install, a file that was not written, the home of a user who has none."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Iterator

@@ -5,8 +5,6 @@ variable. Text of each colour has a contrast of at least 4.5 to 1 on its page, a
 confuse red and green.
 """
 
-from __future__ import annotations
-
 STOCK = "#687083"
 """Stock DDP, with dense gradients."""
 THINWIRE = "#0067b5"

@@ -1,7 +1,5 @@
 """Files and modules of users, looked at without running them, so that a typing error costs no start of ranks."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import os

@@ -5,8 +5,6 @@ duplicates); an unstructured gradient is the case of one element per row. Result
 ratios 1.0 is ideal.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

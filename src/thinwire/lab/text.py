@@ -1,7 +1,5 @@
 """Numbers of things for people."""
 
-from __future__ import annotations
-
 
 def counted(number: int, noun: str) -> str:
     """Return a number of things.

@@ -83,7 +83,7 @@ def show(name: Callable[[], str]) -> Callable[[], None]:
     profile frees when it ends; of 200 profiles with ranges that ended beside theirs, some broke the heap.
     """
     if not (enabled() and hasattr(profiler.record_function, "_call_end_callbacks_on_future")):
-        return _end_nothing
+        return lambda: None
     over: Future[None] = Future()
     ending = threading.Lock()
     shown = profiler.record_function(f"thinwire::{name()}")
@@ -96,10 +96,6 @@ def show(name: Callable[[], str]) -> Callable[[], None]:
                 over.set_result(None)
 
     return end
-
-
-def _end_nothing() -> None:
-    pass
 
 
 Prediction = float | Callable[[], float]

@@ -27,6 +27,20 @@ from thinwire.plan.profile import Groups, Profile
 from thinwire.plan.search import search
 from thinwire.plan.timeline import iteration_seconds
 
+__all__ = [
+    "Policy",
+    "byte_cap",
+    "cupcake",
+    "equal_count",
+    "layerwise",
+    "mg_wfbp",
+    "omgs",
+    "one_bucket",
+    "parse",
+    "safusion",
+]
+"""What `thinwire.fuse` offers."""
+
 
 class Policy(Protocol):
     """A choice of gradients that travel together, by the profile alone: the same on ranks with the same profile."""

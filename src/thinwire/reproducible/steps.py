@@ -9,6 +9,7 @@ on by itself does not matter, because the mean has the same bits whoever makes i
 from __future__ import annotations
 
 import copy
+import logging
 import os
 import time
 from collections import Counter
@@ -154,7 +155,8 @@ class Steps:
             if self._given is not None:
                 self._take(self._given)
             elif self._is_complete:
-                logger.debug("digest after step %d: %s", self.number, _Digest(self._model))
+                if logger.isEnabledFor(logging.DEBUG):
+                    logger.debug("digest after step %d: %s", self.number, digest(self._model))
                 self._advance()
             if self.number >= self._steps:
                 break
@@ -458,16 +460,6 @@ class Steps:
         self.number, self._is_prepared = self.number + 1, False
         self._done, self._print = set(), None
         self._is_begun = self._is_complete = False
-
-
-class _Digest:
-    """The digest of a model, made if it is logged."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-
-    def __str__(self) -> str:
-        return digest(self._model)
 
 
 def deal(indices: Sequence[int], seconds: Sequence[float]) -> list[list[int]]:

@@ -14,7 +14,7 @@ from thinwire.comm.channel import opening_bytes
 from thinwire.comm.process_group import ring_all_reduce_bytes
 from thinwire.rows import formats as wire
 from thinwire.rows.formats import Format, FormatChoice, Header, Part, Whole
-from thinwire.sums import staged, union_shares
+from thinwire.sums import union_shares
 from thinwire.sums.schedules import gathering
 from thinwire.sums.scheme import Aggregation, Communication, Ownership, Scheme, Unit, begins_with_opening, unit_shape
 from thinwire.sums.staged import GATHER_SCHEDULES, REDUCE_SCHEDULES
@@ -162,7 +162,7 @@ def _expected_whole_bytes(
         return (world_size - 1) * price.message_bytes(round(rows(1)), whole)
     stages = GATHER_SCHEDULES[scheme.communication](0, world_size)
     if is_doubling(scheme):
-        merged = [len(stage.sends) for stage in staged.doubling_schedule(0, world_size) if stage.target is not None]
+        merged = [len(stage.sends) for stage in stages if stage.target is not None]
         return sum(price.message_bytes(round(rows(ranks)), whole) for ranks in merged)
     num_messages = sum(len(stage.sends) for stage in gathering(stages, 0, world_size))
     return num_messages * price.message_bytes(round(rows(1)), whole)

@@ -5,8 +5,6 @@ Balanced parallelism is `reduce_scatter` to the owners, then `all_gather` from t
 AGsparse is `all_reduce`. Pieces are added in rank order, so all ranks get the same bits in every run.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

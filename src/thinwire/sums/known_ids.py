@@ -12,8 +12,6 @@ only the first ones are pushed with the ids, so that the wire is busy until all 
 the rows are dealt. With many ranks, or with few or narrow rows, all columns are pushed with the ids.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import cached_property, partial
 

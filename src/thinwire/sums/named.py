@@ -9,6 +9,33 @@ from thinwire.rows.formats import Format
 from thinwire.sums.scheme import NAMED, Aggregation, Balance, Communication, Ownership, Partitioning, Scheme, Unit
 from thinwire.sums.two_level import TWO_LEVEL_PREFIX, TwoLevel
 
+__all__ = [
+    "AGSPARSE",
+    "AGSPARSE_CODED",
+    "AGSPARSE_HIERARCHY",
+    "AGSPARSE_RING",
+    "BALANCED_PARALLELISM",
+    "COLUMN_SPLIT",
+    "DENSE",
+    "DENSE_HALVING_DOUBLING",
+    "DENSE_PS",
+    "DENSE_RING",
+    "HIERARCHICAL_CENTRALIZATION",
+    "NAMED",
+    "OMNIREDUCE",
+    "OMNIREDUCE_CONTIGUOUS",
+    "SPARCML",
+    "SPARCML_CODED",
+    "SPARCML_DENSE",
+    "SPARCML_SPLIT",
+    "SPARCML_SPLIT_DENSE",
+    "SPARSE_PS",
+    "UNION_SPLIT",
+    "ZEN",
+    "ZEN_ELEMENTS",
+]
+"""What `thinwire.schemes` offers of this module."""
+
 _COO = {"push_format": (Format.COO,), "pull_format": (Format.COO,)}
 _DENSE = {"push_format": (Format.DENSE,), "pull_format": (Format.DENSE,)}
 

@@ -10,8 +10,6 @@ is not a power of two, the ranks beyond the largest power first hand their rows 
 it at the end.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 from thinwire import kernels

@@ -11,8 +11,6 @@ estimate from a measurement of a tenth of a second, on machines that do other wo
 they leave no doubt: on a fast link, where work on rows costs more than sending zeros would.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace

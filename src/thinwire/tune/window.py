@@ -52,7 +52,8 @@ class Window:
 
     def observe(self, demand: Demand) -> Point:
         """Record the demand of a step and return the choice from now on."""
-        if self.sizes and not _are_alike(self._demands[self.sizes[-1]], demand):
+        before = self._demands[self.sizes[-1]] if self.sizes else demand
+        if (before.world_size, before.in_rank_order) != (demand.world_size, demand.in_rank_order):
             for of_others in (self.sizes, self._demands, self._prices):
                 of_others.clear()
         size = self._size(demand)
@@ -104,11 +105,6 @@ class Window:
         size = class_of(demand.held), class_of(demand.union)
         self._demands.setdefault(size, demand)
         return size
-
-
-def _are_alike(one: Demand, other: Demand) -> bool:
-    """Return whether two demands are of a run on equally many ranks, with the same candidates."""
-    return (one.world_size, one.in_rank_order) == (other.world_size, other.in_rank_order)
 
 
 def class_of(rows: float) -> int:

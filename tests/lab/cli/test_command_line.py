@@ -204,7 +204,7 @@ def test_an_option_of_ours_behind_a_script_is_its_own_too_and_the_screen_says_so
         ("analyze train.py", "lab.analyze.run.run_script"),
         ("doctor train:make", "lab.bench.measured.measure_on_hosts"),
         ("plan --measure --job train:make", "lab.bench.measured.measure_on_hosts"),
-        ("bench train --job train:make", "lab.testbed.launch.compile_kernels"),
+        ("bench train --job train:make", "lab.testbed.kernels.compile_ahead"),
     ],
 )
 def test_what_cannot_be_kept_from_a_script_is_announced_before_it_starts(

@@ -14,6 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 import thinwire
+from thinwire.comm.process_group import sparse_all_reduce_bytes
 from thinwire.lab.cli import demo as command
 from thinwire.lab.cli.main import app
 from thinwire.lab.demo import stock
@@ -191,7 +192,7 @@ def test_the_axis_of_step_times_has_readable_labels(
 def test_formulas_of_gloo() -> None:
     assert stock.ring_bytes(1000, 4) == 1500
     assert stock.ring_bytes(1000, 1) == 0
-    assert stock.gathered_bytes(rows=10, row_bytes=512, world_size=4) == 3 * (72 + 10 * 520)
+    assert sparse_all_reduce_bytes([10] * 4, rank=0, row_bytes=512) == 3 * (72 + 10 * 520)
 
 
 @pytest.mark.parametrize(("value", "text"), [(0, "0 B"), (999, "999 B"), (4_831_080, "4.83 MB"), (2e9, "2 GB")])

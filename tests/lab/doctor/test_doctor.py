@@ -481,10 +481,10 @@ def test_a_way_of_a_job_that_fails_ends_no_other_and_none_is_begun_after_the_dea
         now[0] += 60.0
         if advice.name == ROWS:
             raise RanksFailed("ValueError: not so", [])
-        return [SimpleNamespace(value=[step_seconds(diagnosed.measurement, diagnosed.options[0])])] * 4
+        return [[step_seconds(diagnosed.measurement, diagnosed.options[0])]] * 4
 
     monkeypatch.setattr(trials, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(jobs, "run_ranks", run)
+    monkeypatch.setattr(jobs, "values_of_ranks", run)
     job = jobs.TrainingTarget("digits")
     rows = jobs.try_on_hosts(job, advised, diagnosed.measurement, 1, Link(None), lambda stage: None, 170.0)
     assert list(dict.fromkeys(tried)) == names[:3]
@@ -821,7 +821,7 @@ def test_kernels_are_compiled_with_a_line_of_progress_and_before_the_time_that_c
     Path("train.py").touch()
     now, deadlines = [0.0], []
 
-    def compile_ahead(names: object, on_progress: Any) -> None:
+    def compile_ahead(names: object = None, on_progress: Any = None) -> None:
         if now[0] == 0.0:
             on_progress("Compiling kernels, once a machine, 9 to 21 s", 0, 0)
             now[0] += 70.0

@@ -3,7 +3,7 @@
 import struct
 from abc import abstractmethod
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -231,10 +231,6 @@ class DensitySelector(Selector):
     @property
     def settings(self) -> tuple[str, ...]:
         return (f"{self.density:g}",)
-
-    def with_density(self, density: float) -> Self:
-        """Return the same selector with another density, for warm-up schedules."""
-        return replace(self, density=density)
 
     def target(self, numel: int) -> int:
         """Return k for ``numel`` elements."""

@@ -102,7 +102,7 @@ class _Run:
         core, _ = unwrapped(task.compressor, task.state)
         assert isinstance(core, HiTopK)
         is_dense = self._is_single_host or isinstance(payload, DensePayload)
-        return core.selector.with_density(1.0) if is_dense else core.selector
+        return replace(core.selector, density=1.0) if is_dense else core.selector
 
     def _between_hosts(self, handed_in: Callable[[], Sequence[Arrived]]) -> list[Selection]:
         """Return the mean of this rank's shards, of all hosts' selections; nothing on ranks without shards."""

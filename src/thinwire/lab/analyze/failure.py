@@ -4,8 +4,6 @@ Left to the launcher, the cause is buried: every rank prints a traceback that be
 their peer print a longer one, and the launcher adds two lines of its own.
 """
 
-from __future__ import annotations
-
 import math
 import signal
 import sysconfig

@@ -4,8 +4,6 @@ Up to the recorded world size the rows are the measured ones; beyond, the union 
 with the densification n^a that fits the recorded curve best. Seconds are always *predicted*, for an assumed network.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace

@@ -1,7 +1,5 @@
 """Recording of a run's gradients, of each rank and of all together."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

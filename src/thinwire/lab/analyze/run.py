@@ -1,7 +1,5 @@
 """Launcher that runs a training script on several ranks of this machine and collects the recording of its gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 

@@ -6,8 +6,6 @@ them, by the compressors, memories and exchanges that train. Schedules go on wit
 the whole run.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import sys

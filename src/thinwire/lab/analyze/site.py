@@ -1,7 +1,5 @@
 """The lines of a script that build its DDP model, which advice names, and others that a message names."""
 
-from __future__ import annotations
-
 import ast
 import sys
 from dataclasses import replace

@@ -3,8 +3,6 @@
 Pure functions: equal traces give equal statistics, except for predicted seconds, for which kernels are measured.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Launcher that runs a training script until some of its steps are timed, and measures its link and compressors."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Train a script for a few steps as advised, to see what a step takes: the script is not changed, its DDP model is."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os
@@ -34,7 +32,7 @@ from thinwire.lab.harmless import harmless, without_attach
 from thinwire.lab.planning.measurement import Measurement
 from thinwire.lab.planning.planner import LOSSY_WORTH, Option, step_seconds
 from thinwire.lab.planning.ready import StepBoundary, slowest
-from thinwire.lab.testbed.launch import RanksFailed, preload, run_ranks
+from thinwire.lab.testbed.launch import RanksFailed, preload, values_of_ranks
 from thinwire.lab.testbed.network import EmulatedNetwork
 from thinwire.lab.testbed.rank import RankContext
 
@@ -180,7 +178,7 @@ def run_on_ranks(
     """Run a function that runs a script, on ranks with the environment of torchrun, and return their values.
 
     Without a ``world_size`` it runs as the rank that torchrun started this process as. Further settings are those of
-    `run_ranks`.
+    `values_of_ranks`.
 
     Raises:
         RanksFailed: a rank failed; its traceback is in the text.
@@ -189,7 +187,7 @@ def run_on_ranks(
         preload(module)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # it warns that emulated hosts have no names
-    outcomes = run_ranks(
+    return values_of_ranks(
         function,
         *args,
         world_size=world_size,
@@ -199,7 +197,6 @@ def run_on_ranks(
         init_process_group=False,
         **settings,
     )
-    return [outcome.value for outcome in outcomes]
 
 
 def last_line(failed: RanksFailed) -> str:
@@ -212,7 +209,7 @@ def last_line(failed: RanksFailed) -> str:
 
 
 def torchrun_environment(context: RankContext) -> dict[str, str]:
-    """Return what torchrun sets beyond what `run_ranks` does; some frameworks look for it."""
+    """Return what torchrun sets beyond what `values_of_ranks` does; some frameworks look for it."""
     return {
         "TORCHELASTIC_RUN_ID": "thinwire",
         "GROUP_RANK": str(context.host),

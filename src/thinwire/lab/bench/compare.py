@@ -1,7 +1,5 @@
 """Comparison of a benchmark's rows with an earlier run's, read from its JSON."""
 
-from __future__ import annotations
-
 import json
 import statistics
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Every point of the design space of exact schemes, and a short text for each."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from itertools import product
 from typing import Any

@@ -1,11 +1,8 @@
 """Measurement of a training on emulated hosts, or as a rank of a job: a named job, or a user's own factory."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,8 +20,8 @@ from thinwire.lab.harmless import harmless
 from thinwire.lab.planning.measurement import Measurement
 from thinwire.lab.planning.planner import Option
 from thinwire.lab.planning.training import How, Training, check, measure_training
-from thinwire.lab.testbed.launch import preload, run_ranks
-from thinwire.lab.testbed.network import EmulatedNetwork, Link
+from thinwire.lab.testbed.launch import preload, values_of_ranks
+from thinwire.lab.testbed.network import EmulatedNetwork, Link, emulated
 from thinwire.lab.testbed.rank import RankContext
 
 _MEASURING_SECONDS, _TRIAL_SECONDS = 1800.0, 600.0
@@ -77,7 +74,7 @@ def measure_on_hosts(
     data = target.job.load()
     limited = link.mbit is not None
     how = replace(how, link=how.link or (f"emulated, {link.mbit:g} Mbit/s, {hosts} hosts" if limited else "loopback"))
-    with clear_job_errors(), _emulated(hosts, link) as network:
+    with clear_job_errors(), emulated(hosts, link) as network:
         where = world_size, ranks_per_host, network
         first, *_ = _run(where, _MEASURING_SECONDS, on_stage, measure_rank, target, data, how)
     measured = Measurement.from_json(first)
@@ -110,17 +107,13 @@ def try_on_hosts(
     `thinwire.lab.analyze.trials.try_each`.
     """
     data = target.job.load()
-    with _emulated(measurement.world_size // ranks_per_host, link) as network:
+    with emulated(measurement.world_size // ranks_per_host, link) as network:
 
         def train(advice: Advice, predicted: float) -> list[list[float]]:
             where = measurement.world_size, ranks_per_host, network
             return _run(where, _TRIAL_SECONDS, on_stage, _try_rank, target, data, advice, predicted)
 
         return try_each(train, advised, measurement, on_stage, deadline)
-
-
-def _emulated(hosts: int, link: Link) -> AbstractContextManager[EmulatedNetwork | None]:
-    return nullcontext() if link.mbit is None else EmulatedNetwork(hosts, link)
 
 
 def _run(
@@ -132,7 +125,7 @@ def _run(
 ) -> list[Any]:
     """Run a function on ranks, with the directories from which a job is imported, and return their values."""
     world_size, per_host, network = where
-    outcomes = run_ranks(
+    return values_of_ranks(
         function,
         *args,
         tuple(sys.path),
@@ -142,7 +135,6 @@ def _run(
         timeout_seconds=timeout_seconds,
         on_message=lambda rank, stage: on_stage(stage),
     )
-    return [outcome.value for outcome in outcomes]
 
 
 @harmless()

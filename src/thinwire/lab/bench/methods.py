@@ -1,7 +1,5 @@
 """Methods that `thinwire bench sync` can measure, and the texts that name them."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 from thinwire.lab.bench.design_space import label, points

@@ -222,17 +222,6 @@ def row_values(num_ids: int, width: int, rank: int, seed: int, dtype: torch.dtyp
     return values.masked_fill_(values == 0, VALUE_SCALE)
 
 
-def gradient(recipe: Recipe, rank: int, seed: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    """Return one rank's sparse gradient: `row_ids` [k] int64 and `row_values` [k, width] of `dtype`.
-
-    >>> ids, values = gradient(get_recipe("bert"), rank=0, seed=0)
-    >>> values.shape == (len(ids), 768)
-    True
-    """
-    ids = row_ids(recipe, rank, seed)
-    return ids, row_values(ids.numel(), recipe.width, rank, seed, dtype)
-
-
 def _generator(rank: int, seed: int, stream: int) -> np.random.Generator:
     if not (0 <= rank < 2**32 and 0 <= seed < 2**32):
         raise ValueError(f"rank and seed must lie in [0, 2^32); got {rank} and {seed}")

@@ -1,7 +1,5 @@
 """The same job on several numbers of ranks: bits of each step, bytes and seconds, beside stock DDP."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Iterator
@@ -17,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire import reproducible
 from thinwire.lab.bench.jobs.job import Job, Samples
 from thinwire.lab.bench.jobs.named import get_job
-from thinwire.lab.testbed.launch import preload, run_ranks
-from thinwire.lab.testbed.network import EmulatedNetwork, Link
+from thinwire.lab.testbed.launch import preload, values_of_ranks
+from thinwire.lab.testbed.network import Link, emulated
 from thinwire.lab.testbed.rank import RankContext
 from thinwire.reproducible.digests import of_tensors
 
@@ -58,13 +56,12 @@ def run(benchmark: ReproducibleBenchmark) -> dict[str, Any]:
     preload("torch.nn.parallel")
     rows = []
     for world_size in benchmark.ranks:
-        limited = benchmark.link.mbit is not None and world_size > 1
-        with EmulatedNetwork(world_size, benchmark.link) if limited else nullcontext() as network:
+        with emulated(world_size, benchmark.link if world_size > 1 else Link(None)) as network:
             for method in ("reproducible", "ddp") if benchmark.stock else ("reproducible",):
-                outcomes = run_ranks(
+                made = values_of_ranks(
                     _train, benchmark, method, world_size=world_size, network=network, timeout_seconds=3600.0
                 )
-                rows.append(_row(method, world_size, [outcome.value for outcome in outcomes]))
+                rows.append(_row(method, world_size, made))
     for method in ("reproducible", "ddp"):
         mine = [row for row in rows if row["method"] == method]
         for row in mine:

@@ -137,7 +137,7 @@ def _rows(
     workload = benchmark.gradients()
     num_rows, width = workload.shape()
     ids = [workload.ids(rank) for rank in range(benchmark.world_size)]
-    seconds = {method: seconds_of_runs(measurements) for method, measurements in measured.items()}
+    seconds = {method: seconds_of_runs(one.times for one in each) for method, each in measured.items()}
     dense = statistics.median(seconds["dense"]) if "dense" in seconds else None
     common = _common(benchmark, link_mbit, ids, num_rows, width)
     rows = []

@@ -18,7 +18,7 @@ from thinwire.comm.machine import measure as measure_machine
 from thinwire.gradients.exact import GradientSync
 from thinwire.gradients.tables import TableGradient
 from thinwire.lab.bench.methods import AGSPARSE_TORCH, scheme_of
-from thinwire.lab.bench.turns import Turns, timed
+from thinwire.lab.bench.turns import TimedRun, Turns, timed
 from thinwire.lab.bench.workload import Workload
 from thinwire.lab.digests import digest_of
 from thinwire.lab.testbed.rank import RankContext
@@ -33,15 +33,14 @@ from thinwire.tune.trial import Trial
 _WARM_UP_ROWS = 64
 _TABLE, _SEEN_STEPS, _MOST_STEPS = "table", 3, 200
 
-Run = Callable[[], SparseRows | Tensor]
+Sum = Callable[[], SparseRows | Tensor]
 
 
 @dataclass(frozen=True)
 class RankMeasurement:
     """Measurement of one method on one rank. Times of all ranks are comparable, see `Turns`."""
 
-    started: tuple[float, ...]
-    ended: tuple[float, ...]
+    times: tuple[tuple[float, float], ...]
     sent_bytes: int | None  # of one run; None if torch moves the bytes, uncounted
     sent_between_hosts_bytes: int | None
     chosen: str
@@ -61,12 +60,12 @@ def measure(
     machine = lane.submit(lambda lane: measure_machine(lane.exchange, LONG_PROBE_BYTES)).wait()
     points = {method: _point(method, lane, rows) for method in methods}
     for method in methods:
-        _once(_runner(points[method], lane, _few(rows)), lane, turns.one_clock)
-    kept: dict[str, _Run] = {}
+        timed(_runner(points[method], lane, _few(rows)), lane, turns.one_clock)
+    kept: dict[str, TimedRun] = {}
 
-    def run(method: str) -> _Run:
+    def run(method: str) -> TimedRun:
         """Run once; only the last run of a method keeps its result."""
-        done = _once(_runner(points[method], lane, rows), lane, turns.one_clock)
+        done = timed(_runner(points[method], lane, rows), lane, turns.one_clock)
         if method in kept:
             kept[method].result = None
         kept[method] = done
@@ -78,8 +77,7 @@ def measure(
     errors = _errors(workload, results) if context.rank == 0 else {}
     return {
         method: RankMeasurement(
-            started=tuple(run.started for run in runs[method]),
-            ended=tuple(run.ended for run in runs[method]),
+            times=tuple(run.times for run in runs[method]),
             sent_bytes=None if points[method] == AGSPARSE_TORCH else runs[method][-1].sent_bytes,
             sent_between_hosts_bytes=(
                 None if points[method] == AGSPARSE_TORCH else runs[method][-1].sent_between_hosts_bytes
@@ -93,31 +91,13 @@ def measure(
     }
 
 
-@dataclass
-class _Run:
-    """One timed run."""
-
-    started: float
-    ended: float
-    sent_bytes: int
-    sent_between_hosts_bytes: int
-    result: SparseRows | Tensor | None
-
-
-def _once(run: Run, lane: Lane, one_clock: bool) -> _Run:
-    results: list[SparseRows | Tensor] = []
-    figures = timed(lambda: results.append(run()), lane, one_clock)
-    return _Run(*figures, results[0])
-
-
 def _few(rows: SparseRows) -> SparseRows:
     """The first few rows: enough to open connections and load code."""
     count = int((rows.ids < _WARM_UP_ROWS).sum())
     return SparseRows(rows.ids[:count], rows.values[:count], min(rows.num_rows, _WARM_UP_ROWS))
 
 
-def _as_rows(result: SparseRows | Tensor | None) -> SparseRows:
-    assert result is not None, "the last run keeps its result"
+def _as_rows(result: SparseRows | Tensor) -> SparseRows:
     return SparseRows.from_tensor(result) if isinstance(result, Tensor) else result
 
 
@@ -156,7 +136,7 @@ def _point(method: str, lane: Lane, rows: SparseRows) -> Point:
     return points[trial.arms[trial.standing]]
 
 
-def _runner(point: Point, lane: Lane, rows: SparseRows) -> Run:
+def _runner(point: Point, lane: Lane, rows: SparseRows) -> Sum:
     """Prepare, outside of the timing, a scheme's input for one run: a fresh copy where it works in place."""
     if isinstance(point, str):
         return _torch_run(rows)
@@ -172,7 +152,7 @@ def _runner(point: Point, lane: Lane, rows: SparseRows) -> Run:
     return lambda: lane.submit(job).wait()
 
 
-def _dense_run(lane: Lane, rows: SparseRows) -> Run:
+def _dense_run(lane: Lane, rows: SparseRows) -> Sum:
     dense = rows.to_dense()
 
     def job(lane: Lane) -> Tensor:
@@ -184,7 +164,7 @@ def _dense_run(lane: Lane, rows: SparseRows) -> Run:
     return lambda: lane.submit(job).wait()
 
 
-def _torch_run(rows: SparseRows) -> Run:
+def _torch_run(rows: SparseRows) -> Sum:
     shape = (rows.num_rows, rows.width)
     tensor = torch.sparse_coo_tensor(
         rows.ids[None], rows.values.clone(), shape, is_coalesced=True, check_invariants=False

@@ -4,8 +4,6 @@ A trace is an .npz file with the integer scalars `num_rows` and `width` and one 
 `ids_<step>_<rank>` for every step and rank, both counted from 0. No pickled objects are written or read.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import zipfile

@@ -1,13 +1,10 @@
 """Methods measured in turns, interleaved, on emulated hosts or by the ranks of a job that torchrun started."""
 
-from __future__ import annotations
-
 import os
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,21 +13,22 @@ from thinwire.comm.hosts import HOST_VARIABLE
 from thinwire.comm.lane import Lane
 from thinwire.lab.bench.in_job import gloo_group, is_in_job, on_all_ranks
 from thinwire.lab.report import environment
-from thinwire.lab.testbed.launch import run_ranks
-from thinwire.lab.testbed.network import EmulatedNetwork, Link
+from thinwire.lab.testbed.launch import values_of_ranks
+from thinwire.lab.testbed.network import Link, emulated
 from thinwire.lab.testbed.rank import RankContext
 
 Value = TypeVar("Value")
 _HEAD_START_SECONDS = 0.05  # a broadcast of 8 bytes lasts 5 to 15 ms
 
 
-class Timed(Protocol):
-    """Measurement whose runs have times."""
+@dataclass
+class TimedRun:
+    """One run on a rank: start and end, see `Turns`, the bytes that it sent, and what it returned."""
 
-    @property
-    def started(self) -> tuple[float, ...]: ...
-    @property
-    def ended(self) -> tuple[float, ...]: ...
+    times: tuple[float, float]
+    sent_bytes: int
+    sent_between_hosts_bytes: int
+    result: Any
 
 
 @dataclass(frozen=True)
@@ -116,22 +114,21 @@ class HostsBenchmark:
             turns = Turns(self.repeat, self.warm_up, one_clock=self.hosts == 1)
             with gloo_group():
                 return None, on_all_ranks(function, *args, turns, on_message=on_progress)
-        limited = self.link.mbit is not None
-        turns = Turns(self.repeat, self.warm_up, None if limited else self.ranks_per_host)
-        with EmulatedNetwork(self.hosts, self.link) if limited else nullcontext() as network:
+        with emulated(self.hosts, self.link) as network:
             link_mbit = network.measure() if network else None
-            outcomes = run_ranks(
+            interface = network.interface if network else None
+            turns = Turns(self.repeat, self.warm_up, None if network else self.ranks_per_host, interface=interface)
+            return link_mbit, values_of_ranks(
                 function,
                 *args,
-                replace(turns, interface=network.interface if network else None),
+                turns,
                 world_size=self.world_size,
-                ranks_per_host=self.ranks_per_host if limited else None,
+                ranks_per_host=self.ranks_per_host if network else None,
                 network=network,
                 timeout_seconds=self.timeout_seconds,
                 on_message=lambda rank, message: on_progress(message) if rank == 0 else None,
                 kernels=kernels,
             )
-        return link_mbit, [outcome.value for outcome in outcomes]
 
 
 def conditions(hosts: int, link: Link) -> dict[str, Any]:
@@ -145,21 +142,21 @@ def conditions(hosts: int, link: Link) -> dict[str, Any]:
     }
 
 
-def timed(run: Callable[[], None], lane: Lane, one_clock: bool) -> tuple[float, float, int, int]:
-    """Run on all ranks together, and return start, end, bytes sent, and those between hosts; see `Turns`."""
+def timed(run: Callable[[], object], lane: Lane, one_clock: bool) -> TimedRun:
+    """Run on all ranks together."""
     before = replace(lane.exchange.traffic)
     if one_clock:
         start_together()
     else:
         dist.barrier()
     started = time.perf_counter()
-    run()
+    result = run()
     ended = time.perf_counter()
     now = lane.exchange.traffic
     sent_bytes = now.sent_bytes - before.sent_bytes
     between_bytes = now.sent_between_hosts_bytes - before.sent_between_hosts_bytes
     origin = 0.0 if one_clock else started
-    return started - origin, ended - origin, sent_bytes, between_bytes
+    return TimedRun((started - origin, ended - origin), sent_bytes, between_bytes, result)
 
 
 def start_together() -> None:
@@ -171,11 +168,9 @@ def start_together() -> None:
     time.sleep(max(0.0, instant.item() - time.perf_counter()))
 
 
-def seconds_of_runs(measurements: Sequence[Timed]) -> list[float]:
-    """Return the seconds of each repetition, from the first rank that started to the last that ended."""
-    starts = zip(*(measurement.started for measurement in measurements), strict=True)
-    ends = zip(*(measurement.ended for measurement in measurements), strict=True)
-    return [max(end) - min(start) for start, end in zip(starts, ends, strict=True)]
+def seconds_of_runs(times: Iterable[Sequence[tuple[float, float]]]) -> list[float]:
+    """Return the seconds of each run, from the first rank that started to the last that ended, by the times of each."""
+    return [max(end for _, end in run) - min(start for start, _ in run) for run in zip(*times, strict=True)]
 
 
 def quantile(values: Sequence[float], share: float) -> float:

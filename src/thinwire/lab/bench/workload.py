@@ -1,7 +1,5 @@
 """Workload of a benchmark: one gradient per rank, from a recipe or from a recorded trace."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

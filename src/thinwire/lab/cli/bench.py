@@ -112,9 +112,9 @@ def check_job(job: str) -> None:
 
 def compile_kernels(tell: OnProgress, total: int | None, names: Iterable[str] | None = None) -> None:
     """Compile kernels, all by default, before ranks start, and show how far it is; then show that ranks start."""
-    from thinwire.lab.testbed import launch
+    from thinwire.lab.testbed.kernels import compile_ahead
 
-    launch.compile_kernels(names, tell)
+    compile_ahead(names, tell)
     tell("measuring the link, starting ranks", 0, total)
 
 

@@ -1,7 +1,5 @@
 """``thinwire bench reproducible``: one job on several numbers of ranks, bit by bit."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

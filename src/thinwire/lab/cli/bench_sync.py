@@ -238,11 +238,6 @@ def _print(result: dict[str, Any], console: Console) -> None:
         texts=("scheme",),
         centered=True,
     )
-    _print_checks(rows, console)
-
-
-def _print_checks(rows: list[dict[str, Any]], console: Console) -> None:
-    first = rows[0]
     bound = f", {first['seconds_wire_bound']:.3f} s" if first["seconds_wire_bound"] is not None else ""
     console.print(
         f"No scheme can send less than {first['bytes_lower_bound'] / 1e6:.2f} MB of values a rank{bound}.",

@@ -1,7 +1,5 @@
 """What all commands share: groups that import a command when it is called, names of options, a script's arguments."""
 
-from __future__ import annotations
-
 import shutil
 from importlib import import_module
 from typing import Any, ClassVar

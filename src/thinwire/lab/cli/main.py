@@ -1,7 +1,5 @@
 """The `thinwire` command."""
 
-from __future__ import annotations
-
 import os
 import platform
 import sys

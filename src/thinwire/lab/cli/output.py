@@ -1,7 +1,5 @@
 """What all commands print: tables, progress, JSON to a file or standard output, errors without a traceback."""
 
-from __future__ import annotations
-
 import json
 import os
 import threading

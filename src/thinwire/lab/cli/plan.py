@@ -165,10 +165,10 @@ def names_of(text: str) -> tuple[str, ...] | None:
 @contextmanager
 def measuring(quiet: bool) -> Iterator[Callable[[str], None]]:
     """Compile kernels, then show what is being measured, on rank 0 and if not ``quiet``."""
-    from thinwire.lab.testbed.launch import compile_kernels
+    from thinwire.lab.testbed.kernels import compile_ahead
 
     with progress("Starting ranks", quiet=quiet or not is_first_rank()) as tell:
-        compile_kernels(on_progress=tell)
+        compile_ahead(on_progress=tell)
         yield lambda stage: tell(f"Measuring {stage}", 0, 0)
 
 

@@ -25,8 +25,9 @@ from thinwire.lab.demo.train import (
     Variant,
     train_rank,
 )
-from thinwire.lab.testbed.launch import compile_kernels, preload, run_ranks
-from thinwire.lab.testbed.network import EmulatedNetwork, Link
+from thinwire.lab.testbed.kernels import compile_ahead
+from thinwire.lab.testbed.launch import preload, values_of_ranks
+from thinwire.lab.testbed.network import Link, emulated
 
 OnStep = Callable[[int, int, float], None]
 """Function called with the steps done, the expected number of steps, and the loss under stock DDP, mean over ranks."""
@@ -213,7 +214,7 @@ def compare(
         raise ValueError(f"hosts must be at least 1, got {hosts}")
     preload("torch._dynamo")
     load = _others_running()
-    compile_kernels(KERNELS, on_stage)
+    compile_ahead(KERNELS, on_stage)
     with tempfile.TemporaryDirectory(prefix="thinwire-demo-") as directory:
         job = TrainJob(config, Path(directory) / "tokens.npy")
         # A file of our own: the cache of the corpus may be missing or replaced while we run.
@@ -240,9 +241,13 @@ def _train(
     job: TrainJob, hosts: int, link: Link | None, progress: "_Progress", on_stage: OnStage
 ) -> tuple[float | None, list[dict[str, RankResult]]]:
     """Return the measured link in Mbit/s, and the results of each rank."""
-
-    def run(network: EmulatedNetwork | None) -> list[dict[str, RankResult]]:
-        outcomes = run_ranks(
+    stage = f"Making {hosts} hosts and measuring their links" if link else f"Starting {hosts} ranks on loopback"
+    on_stage(stage, 0, 0)
+    with emulated(hosts, link or Link(None)) as network:
+        mbit = network.measure() if network else None
+        if mbit is not None:
+            on_stage(f"Measured links of {mbit:,.0f} Mbit/s; starting {hosts} ranks", 0, 0)
+        return mbit, values_of_ranks(
             train_rank,
             job,
             world_size=hosts,
@@ -251,16 +256,6 @@ def _train(
             on_message=progress,
             kernels=KERNELS,
         )
-        return [outcome.value for outcome in outcomes]
-
-    if link is None:
-        on_stage(f"Starting {hosts} ranks on loopback", 0, 0)
-        return None, run(None)
-    on_stage(f"Making {hosts} hosts and measuring their links", 0, 0)
-    with EmulatedNetwork(hosts, link) as network:
-        mbit = network.measure()
-        on_stage(f"Measured links of {mbit:,.0f} Mbit/s; starting {hosts} ranks", 0, 0)
-        return mbit, run(network)
 
 
 class _Progress:

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-METADATA_BYTES = 9 * 8
-"""Bytes that Gloo's sparse all-reduce gathers first from each rank: 9 int64, the sizes and the number of non-zeros."""
+from thinwire.comm.process_group import sparse_all_reduce_bytes
 
 
 def ring_bytes(num_bytes: int, world_size: int) -> float:
@@ -18,24 +17,15 @@ def ring_bytes(num_bytes: int, world_size: int) -> float:
     return 2 * (world_size - 1) / world_size * num_bytes
 
 
-def gathered_bytes(rows: int, row_bytes: int, world_size: int) -> float:
-    """Return the bytes that each rank sends in Gloo's sparse all-reduce ("AGsparse"), ``rows`` distinct rows per rank.
-
-    Every rank's rows go to the n - 1 others: an int64 id and the values of each, after the metadata. With
-    different counts per rank this is exact for the mean over ranks, since a rank forwards the others' rows.
-    """
-    return (world_size - 1) * (METADATA_BYTES + rows * (8 + row_bytes))
-
-
 def sent_bytes(model: DistributedDataParallel, looked_up: Sequence[Tensor], world_size: int) -> float:
-    """Return the bytes that each rank sends in a step.
+    """Return the bytes that each rank sends in a step; exact for the mean over ranks, which look up other rows.
 
     Args:
         looked_up: the ids looked up in each table of sparse gradients by this rank, repeated or not.
     """
     tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding) and module.sparse]
     of_tables = sum(
-        gathered_bytes(ids.unique().numel(), weight[0].nbytes, world_size)
+        sparse_all_reduce_bytes([ids.unique().numel()] * world_size, 0, weight[0].nbytes)
         for weight, ids in zip(tables, looked_up, strict=True)
     )
     dense = sum(weight.nbytes for weight in model.parameters()) - sum(weight.nbytes for weight in tables)

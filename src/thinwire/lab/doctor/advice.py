@@ -1,8 +1,6 @@
 """The lines that do what a `Option` says, which the doctor prints for pasting and runs to see whether they are
 right."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePath

@@ -1,7 +1,5 @@
 """Diagnose from one `Measurement` whether a training should synchronize its gradients in another way. Pure."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Callable, Sequence

@@ -3,8 +3,6 @@
 Methods are compared at the same learning rates, each at its best, because the rate decides more than the code does.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence

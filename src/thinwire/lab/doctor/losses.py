@@ -1,7 +1,5 @@
 """What compressors lose, from our own tables."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Lossless sums of dense gradients as the doctor prices them: bytes, seconds, and the link below which they pay."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import asdict, dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """The two ends of a TCP stream that measures a link."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import time

@@ -1,7 +1,5 @@
 """Kernels of runs whose time is measured: compiled before, on all cores, and loaded where ranks are forked from."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 import time

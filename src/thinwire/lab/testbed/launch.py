@@ -12,8 +12,6 @@ start and end in 0.4 s. Messages through the pipes between a rank and its parent
 the machine.
 """
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os
@@ -72,9 +70,11 @@ def run_ranks(
 
     Without a `world_size` there is one process, the rank of a job that torchrun started this one as.
     """
+    from thinwire.lab.testbed.kernels import compile_ahead  # imports torch
+
     payload = _pickle_call(function, args)
     kernels = None if kernels is None else tuple(kernels)
-    compile_kernels(kernels)
+    compile_ahead(kernels)
     with (
         tempfile.TemporaryDirectory(prefix="thinwire-ranks-") as directory,
         contextlib.ExitStack() as cleanup,
@@ -95,6 +95,11 @@ def run_ranks(
         return outcomes
 
 
+def values_of_ranks(function: Callable[..., Any], *args: Any, **settings: Any) -> list[Any]:
+    """Call a function as `run_ranks` does, with its settings, and return the values of the ranks in rank order."""
+    return [outcome.value for outcome in run_ranks(function, *args, **settings)]
+
+
 def preload(module: str) -> None:
     """Have the server from which ranks are forked import a module too; call it before the first `run_ranks`.
 
@@ -102,15 +107,6 @@ def preload(module: str) -> None:
     """
     if module not in _preloaded:
         _preloaded.append(module)
-
-
-def compile_kernels(
-    names: Iterable[str] | None = None, on_progress: Callable[..., None] = lambda *progress: None
-) -> None:
-    """Compile the kernels that ranks will call, all by default, and report progress as `compile_ahead` does."""
-    from thinwire.lab.testbed.kernels import compile_ahead  # imports torch
-
-    compile_ahead(names, on_progress)
 
 
 def _plan_ranks(

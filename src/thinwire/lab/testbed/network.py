@@ -134,6 +134,11 @@ def restart_as_root_of_a_user_namespace() -> None:
         os.execv(sys.executable, [sys.executable, "-S", "-c", _AS_ROOT_OF_ITS_OWN, *sys.orig_argv[1:]])
 
 
+def emulated(hosts: int, link: Link) -> contextlib.AbstractContextManager[EmulatedNetwork | None]:
+    """Return emulated hosts with such a link, or None in their place without a limit: the loopback."""
+    return contextlib.nullcontext() if link.mbit is None else EmulatedNetwork(hosts, link)
+
+
 class EmulatedNetwork:
     """A network of `hosts` namespaces on one bridge; a context manager, which raises NetAdminError if not allowed.
 

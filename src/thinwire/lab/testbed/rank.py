@@ -1,9 +1,6 @@
 """Process of a rank: enter its host, tie its life to the launcher, call the function, report."""
 
-from __future__ import annotations
-
 import contextlib
-import ctypes
 import faulthandler
 import fcntl
 import multiprocessing
@@ -20,10 +17,9 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NoReturn
 
+from thinwire.checkpoint.holder.start import end_with_parent
 from thinwire.lab.leave import end_now
 from thinwire.lab.testbed.network import enter_namespace
-
-_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 @dataclass(frozen=True)
@@ -139,7 +135,7 @@ def _die_with_launcher() -> None:
     The fork server is the parent in the eyes of the kernel, and it lives as long as its children do; so the
     launcher is watched through the pipe that it holds open, whose end raises SIGKILL instead of SIGIO.
     """
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     launcher = multiprocessing.parent_process()
     assert launcher is not None, "a rank runs in a child process"
     pipe = launcher.sentinel

@@ -1,7 +1,5 @@
 """The launcher's side of running ranks: receive their messages, notice their ends, stop those that must not go on."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

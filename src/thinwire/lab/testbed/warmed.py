@@ -5,8 +5,6 @@ by then is kept from the ranks' garbage collector, which would copy its pages (4
 0.24 s).
 """
 
-from __future__ import annotations
-
 import gc
 
 import torch

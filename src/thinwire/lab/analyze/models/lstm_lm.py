@@ -1,7 +1,5 @@
 """The built-in script of ``thinwire analyze``: the language model of the demo, on the ranks that torchrun starts."""
 
-from __future__ import annotations
-
 from itertools import count
 
 import torch

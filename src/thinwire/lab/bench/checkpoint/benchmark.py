@@ -1,7 +1,5 @@
 """`thinwire bench checkpoint`: the cost of checkpoints by several methods, and their benefit, on emulated hosts."""
 
-from __future__ import annotations
-
 import os
 import statistics
 import tempfile
@@ -21,7 +19,7 @@ from thinwire.lab.bench.checkpoint.traffic import Sampler, timeline
 from thinwire.lab.bench.checkpoint.work import SYNTHETIC, TrainingWork
 from thinwire.lab.bench.jobs.job import Data
 from thinwire.lab.report import environment
-from thinwire.lab.testbed.launch import RanksFailed, preload, run_ranks
+from thinwire.lab.testbed.launch import RanksFailed, preload, values_of_ranks
 from thinwire.lab.testbed.network import Link
 
 SLOTS = 2  # of each shard, on each host that holds it
@@ -152,7 +150,7 @@ def _overhead(
         elif rank == 0:
             (sampler.start if message[1] else sampler.stop)()
 
-    outcomes = run_ranks(
+    records = values_of_ranks(
         measure,
         plan,
         data,
@@ -163,7 +161,7 @@ def _overhead(
     )
     for method in benchmark.methods:
         hosts.forget(f"{plan.destination.run_id}-{method}")
-    return [outcome.value for outcome in outcomes]
+    return records
 
 
 def _recoveries(

@@ -5,8 +5,6 @@ receives at once (full duplex). Bytes of a machine are the sum over its devices;
 shard to host memory and also the shards that it received for its peers.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ A rank's state is a shard of its own, as it is under ZeRO or FSDP, so its tensor
 left out because another rank has the same. The tree of names and numbers is another tensor, so nothing is pickled.
 """
 
-from __future__ import annotations
-
 import shutil
 import time
 import warnings

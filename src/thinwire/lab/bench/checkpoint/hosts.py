@@ -1,14 +1,9 @@
 """Emulated hosts with a holder on each, which can be lost and replaced."""
 
-from __future__ import annotations
-
-import contextlib
-import ctypes
 import json
 import os
 import secrets
 import shutil
-import signal
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -16,11 +11,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from thinwire.checkpoint.holder.client import HolderClient
-from thinwire.checkpoint.holder.start import HolderOptions, command, load_secret
+from thinwire.checkpoint.holder.start import HolderOptions, command, end_with_parent, load_secret
 from thinwire.lab.bench.train.account import bytes_sent_in
 from thinwire.lab.testbed.network import EmulatedNetwork, Link, enter_namespace
-
-_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 class HolderHosts:
@@ -125,11 +118,5 @@ def link_bytes(counter: int) -> int:
 def _start(line: list[str]) -> subprocess.Popen[str]:
     return subprocess.Popen(
         line, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-        preexec_fn=_die_with_thread,
+        preexec_fn=end_with_parent,  # the thread that starts it, so also when this process is killed
     )  # fmt: skip
-
-
-def _die_with_thread() -> None:
-    """In the child: the kernel kills it when the thread that started it ends, so also when this process is killed."""
-    with contextlib.suppress(OSError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

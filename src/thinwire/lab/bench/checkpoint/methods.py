@@ -1,7 +1,5 @@
 """Checkpoint methods to compare, each behind the same few calls; all of them save the same state."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from pathlib import Path

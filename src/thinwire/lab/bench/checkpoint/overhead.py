@@ -1,7 +1,5 @@
 """Measurement of the cost of checkpoints: one training whose steps go through all methods in turn, in blocks."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

@@ -1,8 +1,6 @@
 """Measurement of recovery: a training is killed repeatedly, at last with a host, and compared with an undisturbed
 one."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random

@@ -4,8 +4,6 @@ Each is used as its documentation says, with a checkpoint in every iteration and
 package is needed by anything else here.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import time

@@ -1,7 +1,5 @@
 """Rows of `thinwire bench checkpoint`, computed from the ranks' records. Pure functions."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Summary of the comparison in words and table rows, for the terminal and for the report. Pure functions."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

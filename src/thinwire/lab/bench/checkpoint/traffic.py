@@ -1,7 +1,5 @@
 """Traffic on each host's link while checkpoints are made, sampled every few milliseconds."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

@@ -1,7 +1,5 @@
 """Training during which checkpoints are made: a model of a given size that mostly waits, or a job of `bench train`."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """`thinwire bench sync --workload dense:...`: real dense gradients summed by each method; rows of measured figures."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -53,7 +51,7 @@ def run(benchmark: DenseBenchmark, on_progress: Callable[[str], None]) -> dict[s
 
 def _rows(benchmark: DenseBenchmark, link_mbit: float | None, ranks: Sequence[DenseRank]) -> list[dict[str, Any]]:
     measured = {method: [rank.methods[method] for rank in ranks] for method in benchmark.methods}
-    seconds = {method: seconds_of_runs(each) for method, each in measured.items()}
+    seconds = {method: seconds_of_runs(one.times for one in each) for method, each in measured.items()}
     native = statistics.median(seconds[NATIVE]) if NATIVE in seconds else None
     values, world_size = sum(ranks[0].bucket_values), benchmark.world_size
     common = {

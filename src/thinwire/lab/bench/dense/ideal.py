@@ -1,7 +1,5 @@
 """What an ideal code of floats would need: the measure that a real one is held against."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

@@ -1,9 +1,7 @@
 """One rank of `thinwire bench sync --workload dense:...`: every method in turn on the recorded gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -19,7 +17,7 @@ from thinwire.lab.bench.dense.workload import DenseWorkload
 from thinwire.lab.bench.jobs.job import Data
 from thinwire.lab.bench.train.account import interface_bytes_sent
 from thinwire.lab.bench.train.stock import rank_order_sum
-from thinwire.lab.bench.turns import Turns, timed
+from thinwire.lab.bench.turns import TimedRun, Turns, timed
 from thinwire.lab.digests import digest_of
 from thinwire.lab.testbed.rank import RankContext
 from thinwire.sums.lossless import SumReport, begin, subject
@@ -37,8 +35,7 @@ _WARM_UP_VALUES = 4096
 class DenseMeasurement:
     """Measurement of one method on one rank; errors and ideal bits refer to the mean, the same on all ranks."""
 
-    started: tuple[float, ...]
-    ended: tuple[float, ...]
+    times: tuple[tuple[float, float], ...]
     sent_bytes: int
     sent_between_hosts_bytes: int
     predicted_bytes: int
@@ -84,24 +81,14 @@ def measure(
     return _judged(context, buckets, runs)
 
 
-@dataclass
-class _Run:
-    started: float
-    ended: float
-    sent_bytes: int
-    sent_between_hosts_bytes: int
-    link_bytes: int | None
-    means: list[Tensor]
-    coded: SumReport
-
-
-def _once(lane: Lane, method: str, buckets: Sequence[Tensor], turns: Turns) -> _Run:
+def _once(lane: Lane, method: str, buckets: Sequence[Tensor], turns: Turns) -> TimedRun:
+    """Run once; the result has the means, what the code took, and the bytes that the interface sent."""
     means, coded, interface = [bucket.clone() for bucket in buckets], SumReport(), turns.interface
     before = None if interface is None else interface_bytes_sent(interface)
-    started, ended, sent, between = timed(partial(_run, lane, method, means, coded), lane, turns.one_clock)
+    run = timed(partial(_run, lane, method, means, coded), lane, turns.one_clock)
     dist.barrier()  # what this host still has to send belongs to this run
     link = None if before is None or interface is None else interface_bytes_sent(interface) - before
-    return _Run(started, ended, sent, between, link, means, coded)
+    return replace(run, result=(means, coded, link))
 
 
 def _run(lane: Lane, method: str, means: Sequence[Tensor], coded: SumReport) -> None:
@@ -175,7 +162,7 @@ def _predicted_bytes(method: str, buckets: Sequence[Tensor], context: RankContex
     )
 
 
-def _judged(context: RankContext, buckets: Sequence[Tensor], runs: dict[str, list[_Run]]) -> DenseRank:
+def _judged(context: RankContext, buckets: Sequence[Tensor], runs: dict[str, list[TimedRun]]) -> DenseRank:
     gathered = [_gathered(bucket) for bucket in buckets]
     sums = [rank_order_sum(tensors) for tensors in gathered]
     exact = [torch.stack(tensors).double().mean(0) for tensors in gathered]
@@ -183,27 +170,28 @@ def _judged(context: RankContext, buckets: Sequence[Tensor], runs: dict[str, lis
     expected = [total * (1.0 / context.world_size) for total in sums]
     values = sum(bucket.numel() for bucket in buckets)
     opening = len(buckets) * opening_bytes(context.world_size)
+
+    def judged(method: str, each: Sequence[TimedRun]) -> DenseMeasurement:
+        means, coded, _ = each[-1].result
+        return DenseMeasurement(
+            tuple(run.times for run in each),
+            each[-1].sent_bytes,
+            each[-1].sent_between_hosts_bytes,
+            opening + (round(coded.predicted_bytes) or _predicted_bytes(method, buckets, context)),
+            _mean([link for *_, link in (run.result for run in each)]),
+            digest_of(means),
+            all(map(torch.equal, map(_raw, means), map(_raw, expected))),
+            *_errors(means, exact),
+            coded if method == LOSSLESS else None,
+        )
+
     return DenseRank(
         tuple(bucket.numel() for bucket in buckets),
         str(buckets[0].dtype).removeprefix("torch."),
         sum(int((bucket == 0).sum()) for bucket in buckets) / values,
         push,
         pull,
-        {
-            method: DenseMeasurement(
-                tuple(run.started for run in each),
-                tuple(run.ended for run in each),
-                each[-1].sent_bytes,
-                each[-1].sent_between_hosts_bytes,
-                opening + (round(each[-1].coded.predicted_bytes) or _predicted_bytes(method, buckets, context)),
-                _mean([run.link_bytes for run in each]),
-                digest_of(each[-1].means),
-                all(map(torch.equal, map(_raw, each[-1].means), map(_raw, expected))),
-                *_errors(each[-1].means, exact),
-                each[-1].coded if method == LOSSLESS else None,
-            )
-            for method, each in runs.items()
-        },
+        {method: judged(method, each) for method, each in runs.items()},
     )
 
 

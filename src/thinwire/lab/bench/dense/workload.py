@@ -1,7 +1,5 @@
 """Dense gradients of a real job: recorded on each rank while it trains a few steps on batches of its own."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property

@@ -1,7 +1,5 @@
 """Convolutional nets on the handwritten digits that scikit-learn ships."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """Recurrent language models and word vectors on the standard library's text."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """Registry of the jobs by name."""
 
-from __future__ import annotations
-
 from dataclasses import fields, replace
 
 from thinwire.compress.named import split

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from thinwire.gradients.parameters import broadcast_all
 from thinwire.lab.analyze.failure import first_error
 from thinwire.lab.sources import parsed, top_level
 from thinwire.lab.testbed.launch import RanksFailed
@@ -180,14 +181,12 @@ def clear_job_errors() -> Iterator[None]:
         raise
 
 
-@torch.no_grad()
 def share_parameters(model: nn.Module) -> None:
     """Give all ranks the parameters and buffers of rank 0, as DDP does; a collective call."""
-    for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.is_floating_point():
-            first = tensor.contiguous()
-            dist.broadcast(first, 0)
-            tensor.copy_(first)
+    tensors = (*model.parameters(), *model.buffers())
+    group = dist.group.WORLD
+    assert group is not None, "ranks train"
+    broadcast_all(filter(torch.is_floating_point, tensors), group)
 
 
 def _file_of(text: str) -> Path | None:

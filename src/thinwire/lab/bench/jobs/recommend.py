@@ -1,7 +1,5 @@
 """Recommenders with many tables, on clicks drawn from a law: DLRM and DeepFM with the features of Criteo."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """The text of Python's standard library with a small vocabulary, as samples for language models."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import Tensor, nn

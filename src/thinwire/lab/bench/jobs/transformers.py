@@ -1,7 +1,5 @@
 """Transformers on the standard library's text: a small GPT, a small BERT, and an embedding model (XLM-R)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """Statistics of a method's traffic, and the interface that returns them."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext

@@ -1,9 +1,6 @@
 """`thinwire bench train`: one job under each method in turn, on emulated hosts; rows of measured figures."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,8 +13,8 @@ from thinwire.lab.bench.train.methods import DDP, method_of
 from thinwire.lab.bench.train.rank import JobTraining, RankRecord, train
 from thinwire.lab.bench.train.rows import against_dense, against_rank_order, curve_of, row_of
 from thinwire.lab.bench.turns import conditions
-from thinwire.lab.testbed.launch import preload, run_ranks
-from thinwire.lab.testbed.network import EmulatedNetwork, Link
+from thinwire.lab.testbed.launch import preload, values_of_ranks
+from thinwire.lab.testbed.network import Link, emulated
 
 OnStep = Callable[[str, int, int, float], None]
 """Function called with (method, seed, steps done, loss of rank 0's batch)."""
@@ -105,14 +102,10 @@ def run(benchmark: TrainBenchmark, on_step: OnStep) -> dict[str, Any]:
             return _results(benchmark, train_here)
     preload("torch._dynamo")
     preload("thinwire.lab.bench.train.stock")
-    limited = benchmark.link.mbit is not None
-    with (
-        clear_job_errors(),
-        EmulatedNetwork(benchmark.hosts, benchmark.link) if limited else nullcontext() as network,
-    ):
+    with clear_job_errors(), emulated(benchmark.hosts, benchmark.link) as network:
 
         def train_on_ranks(training: JobTraining) -> list[RankRecord]:
-            outcomes = run_ranks(
+            return values_of_ranks(
                 train,
                 training,
                 data,
@@ -121,7 +114,6 @@ def run(benchmark: TrainBenchmark, on_step: OnStep) -> dict[str, Any]:
                 timeout_seconds=benchmark.timeout_seconds,
                 on_message=lambda rank, message: on_step(training.method, training.seed, *message),
             )
-            return [outcome.value for outcome in outcomes]
 
         interface = network.interface if network else None
         return _results(benchmark, train_on_ranks, network.measure() if network else None, interface)

@@ -1,7 +1,5 @@
 """Held-out loss against steps and seconds: smoothing, the final loss, the time to a given loss. Pure functions."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -8,8 +8,6 @@ it. With ``fuse`` and ``plan`` the model is a plain module, whose gradients can 
 embedding tables. Outer loops, which are another algorithm, are in `thinwire.lab.bench.train.outer`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager

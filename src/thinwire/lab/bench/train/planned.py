@@ -43,6 +43,8 @@ class Planning:
             ValueError: unknown settings; a file that is no plan, or one for another number of ranks; a compressor that
                 cannot be planned with.
         """
+        from thinwire.lab.planning.training import check
+
         unknown = set(settings) - {"file", "compressors", "fallback"}
         if unknown:
             raise ValueError(f"plan has no setting {min(unknown)!r}; legal are file, compressors and fallback")
@@ -50,7 +52,7 @@ class Planning:
         if file and (ranks := Plan.load(file).world_size) != world_size:
             raise ValueError(f"{file} is a plan for {ranks} ranks, and there are {world_size}: give --hosts {ranks}")
         compressors = None if text is None else () if text == "none" else tuple(map(colons, str(text).split("+")))
-        _check(compressors or ())
+        check(compressors or ())
         return cls(file, compressors, bool(settings.get("fallback", False)))
 
     def plan(self, make: Callable[[], Training]) -> Plan:
@@ -86,9 +88,3 @@ def grouping(settings: dict[str, Any], dense: Dense) -> tuple[Dense | Policy, bo
 
     policy: Any = fuse.parse(colons(str(settings.pop("fuse"))))
     return replace(policy, dense=dense), True
-
-
-def _check(compressors: tuple[str, ...]) -> None:
-    from thinwire.lab.planning.training import check
-
-    check(compressors)

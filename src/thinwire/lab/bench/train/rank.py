@@ -1,7 +1,5 @@
 """One rank of `thinwire bench train`: it trains a job by one method, with a clock, and measures the held-out loss."""
 
-from __future__ import annotations
-
 import hashlib
 import time
 from collections.abc import Iterator

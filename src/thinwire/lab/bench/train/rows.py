@@ -1,7 +1,5 @@
 """Rows of `thinwire bench train`, computed from the ranks' records. Pure functions."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Callable, Sequence

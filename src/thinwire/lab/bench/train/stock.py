@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.comm.process_group import ring_all_reduce_bytes, sparse_all_reduce_bytes
+from thinwire.gradients.tables import sparse_tables_of
 from thinwire.lab.bench.train.account import Account, RunningMethod, covered_seconds
 
 POWER_SGD_RANK = 4
@@ -32,7 +33,7 @@ class StockDdp(RunningMethod):
         self._model = model
         self._wire_seconds = self._sent_bytes = 0.0
         self._world_size = dist.get_world_size(model.process_group)
-        sparse = {id(weight) for weight in sparse_weights(model)}
+        sparse = {id(weight) for weight in sparse_tables_of(model)}
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         dense = sum(parameter.nbytes for parameter in trained if id(parameter) not in sparse)
         self._step_bytes = ring_all_reduce_bytes(dense, self._world_size)
@@ -51,15 +52,6 @@ class StockDdp(RunningMethod):
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
-
-
-def sparse_weights(model: nn.Module) -> list[Tensor]:
-    """Return the weights of embeddings with sparse gradients."""
-    return [
-        module.weight
-        for module in model.modules()
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
-    ]
 
 
 def gathered_bytes(gradient: Tensor, world_size: int) -> int:

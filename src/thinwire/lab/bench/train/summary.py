@@ -1,7 +1,5 @@
 """Summary of the comparison in words and table rows, for terminal and report. Pure functions over the rows."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Sequence

@@ -11,6 +11,7 @@ Each call that makes groups looks by `check_names` at all that it needs, before 
 | ``_set_default_timeout`` and ``options._timeout`` of a back end | 2.11 to 2.15 |
 | ``_get_default_timeout``, ``_create_process_group_wrapper``, ``_DistributedBackendOptions`` | 2.11 to 2.15 |
 | ``_hash_ranks_to_str`` with ``_world.pg_names``; later it counts otherwise | 2.11 to 2.13 |
+| ``torch._C._set_print_stack_traces_on_fatal_signal`` (where it is missing, nothing is shown) | 2.11 to 2.15 |
 | ``set_code_exec_strategy`` and its types of ``torch._C._dynamo.eval_frame``; ``_torchdynamo_disable`` | 2.11 to 2.15 |
 """
 
@@ -59,6 +60,11 @@ def check_names(what: str, instead: str, names: str = NEEDED, of_model: Iterable
         raise ValueError(
             f"{what} does not know torch {torch.__version__}, in which {error}: install torch {TESTED}, or {instead}"
         ) from error
+
+
+def show_native_stacks() -> None:
+    """Print the C++ stacks of all threads at a fatal signal, before what Python's `faulthandler` prints."""
+    getattr(torch._C, "_set_print_stack_traces_on_fatal_signal", lambda shown: None)(True)
 
 
 def device_of(group: dist.ProcessGroup) -> torch.device:

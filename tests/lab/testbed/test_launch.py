@@ -1,5 +1,6 @@
 """run_ranks: values in rank order, failures with their cause first, no process left behind; the laws of Faults."""
 
+import ctypes
 import gc
 import multiprocessing
 import os
@@ -264,6 +265,19 @@ def test_a_result_is_the_verdict_whatever_becomes_of_the_process() -> None:
 
 
 @pytest.mark.slow
+def _crashes(context: RankContext) -> None:
+    ctypes.string_at(0)
+
+
+def test_a_rank_that_crashes_shows_the_stacks_of_c_and_of_python(capfd: pytest.CaptureFixture[str]) -> None:
+    """What a thread of Gloo did when a rank died by SIGSEGV in attach was never known."""
+    (outcome,) = run_ranks(_crashes, world_size=1, check=False)
+    said = capfd.readouterr().err
+    assert outcome.exit_code == -signal.SIGSEGV
+    assert "frame #0" in said
+    assert "in _crashes" in said
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_end_of_the_launcher_ends_its_ranks(number):
     call = "import test_launch; test_launch.launch_and_wait()"

@@ -88,9 +88,12 @@ def rank_main(setup: RankSetup, connection: Connection, payload: bytes) -> None:
 def _call(setup: RankSetup, payload: bytes, send: Callable[[str, Any], None], connection: Connection) -> None:
     import torch
 
+    from thinwire.comm.c10d import show_native_stacks
     from thinwire.kernels import dispatch
 
     torch.set_num_threads(1)
+    if faulthandler.is_enabled():  # a thread of C++ has no frames of Python
+        show_native_stacks()
     if setup.kernels is not None:
         dispatch.only(setup.kernels)
     function, args = pickle.loads(payload)

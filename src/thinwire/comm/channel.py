@@ -376,7 +376,7 @@ class Channel:
         the same subject.
         """
         try:
-            with Stream(self.exchange, (self.digest + self.sequence) & _LARGEST_TAG) as stream:
+            with self.exchange.stream((self.digest + self.sequence) & _LARGEST_TAG) as stream:
                 yield stream
         except BaseException as error:
             in_exchange(error)

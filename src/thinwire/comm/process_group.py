@@ -410,6 +410,10 @@ class Exchange:
         for rank, data in incoming:
             self._count_received(rank, data.numel())
 
+    def stream(self, tag: int) -> Stream:
+        """Open a stream of messages, on all ranks; those that are open at once have different tags."""
+        return Stream(self, tag)
+
     def all_reduce(self, tensor: Tensor) -> None:
         """Sum a contiguous or sparse tensor over the ranks, in place, by the group's own algorithm.
 

@@ -77,8 +77,7 @@ TRITONS := 3.5.1 3.9.0
 
 test-kernels: $(TRITONS:%=$(VENV)/triton-%) ## what is for GPUs, without one: compile and interpret the kernels, and run test-gpu dry
 	$(SUITE) -m "slow" -n 2 tests/aot
-	PYTHONPATH=$(lastword $^) $(SUITE) -m "slow" -n 2 --dist worksteal tests/kernels/test_gpu_kernels.py
-	$(SUITE) -m "slow" tests/house/test_gpu_page.py
+	PYTHONPATH=$(lastword $^) $(SUITE) -m "slow" -n $(WORKERS) --dist worksteal tests/house/test_gpu_page.py tests/kernels/test_gpu_kernels.py
 
 $(VENV)/triton-%: $(STAMP)
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $@ triton==$*

@@ -353,10 +353,12 @@ def test_floats_of_several_chunks(device: torch.device, dtype: torch.dtype) -> N
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_malformed_floats_are_refused_as_by_the_reference(device: torch.device, dtype: torch.dtype) -> None:
     """And what is accepted gives the same values; nothing beside these is written to."""
-    refused = 0
-    for number, values in enumerate(list(some_floats(1300, dtype).values())[:6]):
+    kinds, refused = list(some_floats(1300, dtype).values())[:6], 0
+    if device.type == "cpu":  # a trial takes 6 s in Triton's interpreter: each kind with one or two of the dtypes
+        kinds = kinds[FLOATS.index(dtype) % 3 :: 3]
+    for number, values in enumerate(kinds):
         message = float_codes.encode_floats(values).clone()
-        for trial in range(3):  # in Triton's interpreter one takes 6 s of processor
+        for trial in range(3):
             changed = message.clone() if trial else message[:-1]
             if trial:
                 place = int(torch.randint(0, changed.numel(), ())) % (changed.numel() if trial % 2 else 40)
@@ -370,7 +372,7 @@ def test_malformed_floats_are_refused_as_by_the_reference(device: torch.device, 
             assert (out[:100] == 3).all()
             assert (out[1400:] == 3).all()
             refused += not verdict
-    assert refused >= 6, "truncated ones at least"
+    assert refused >= len(kinds), "truncated ones at least"
 
 
 def test_patches_in_a_wrong_order_are_refused(device: torch.device) -> None:

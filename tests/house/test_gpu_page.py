@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -87,9 +88,11 @@ def test_a_part_that_fails_is_a_row_and_rows_are_on_the_page_before_the_next(
     assert not gpu_page.is_green(result.parts())
 
 
-def bare(*options: str) -> list[str]:
-    """A command that finds nothing of thinwire but the checkout itself."""
-    return [sys.executable, str(BENCHMARKS / "gpu_page.py"), "--dry", *options]
+def begun(folder: Path, output: IO[bytes] | int, *options: str) -> subprocess.Popen[bytes]:
+    """Start the page where nothing of thinwire is found but the checkout itself, and no Triton beside it."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "TRITON_INTERPRET")}
+    command = [sys.executable, str(BENCHMARKS / "gpu_page.py"), "--dry", *options]
+    return subprocess.Popen(command, start_new_session=True, stdout=output, stderr=output, env=environment, cwd=folder)
 
 
 def headings(text: str) -> list[str]:
@@ -104,12 +107,9 @@ def test_all_parts_run_without_a_gpu_and_without_an_installation_and_a_kill_afte
     """What is on the page when the next part has its first row is what a kill there would leave.
 
     Limits are for a machine that others use: at a load of 10 on two cores it took five minutes."""
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     page, printed = tmp_path / "page.md", tmp_path / "printed"
-    with printed.open("w") as output:
-        process = subprocess.Popen(
-            bare("--output", str(page), "--seconds", "800"), stdout=output, stderr=output, env=environment, cwd=tmp_path
-        )
+    with printed.open("wb") as output:
+        process = begun(tmp_path, output, "--output", str(page), "--seconds", "800")
         left: dict[str, str] = {}
         deadline = time.monotonic() + 850
         while process.poll() is None and time.monotonic() < deadline:
@@ -131,9 +131,8 @@ def test_all_parts_run_without_a_gpu_and_without_an_installation_and_a_kill_afte
 @pytest.mark.slow
 def test_a_page_that_is_cut_short_has_the_rows_so_far(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    command = bare("--output", str(page), "--parts", "Machine", "Kernels", "Lossless codes")
-    quiet = subprocess.DEVNULL
-    process = subprocess.Popen(command, start_new_session=True, stdout=quiet, stderr=quiet)
+    options = "--output", str(page), "--parts", "Machine", "Kernels", "Lossless codes"
+    process = begun(tmp_path, subprocess.DEVNULL, *options)
     wait_until(lambda: page.exists() and "## Kernels" in page.read_text(), 60)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()

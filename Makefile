@@ -60,7 +60,7 @@ PARTS := test test-slow test-integrations docs dist test-kernels test-jit-off te
 test-all: $(or $(PART),$(PARTS)) ## every test that needs no GPU; PART="docs test-slow": these parts of it
 
 test-slow: kernels ## what starts programs, repeats faults or takes long, and all combinations of parameters; SHARE=1/4: a quarter
-	$(PYTEST) $(REST) $(if $(SHARE),--part $(SHARE))
+	$(PYTEST) $(REST) -n $(shell expr $(WORKERS) + 1) $(if $(SHARE),--part $(SHARE))
 
 test-integrations: $(VENV)/.integrations kernels ## train with each framework of the extra `integrations`, stock and with thinwire
 	$(SUITE) -m "integrations" -n 2 --dist loadfile tests/integrations

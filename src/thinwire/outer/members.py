@@ -170,6 +170,7 @@ class Members:
         self._store, self._token, self._generation = store, token, generation or NOBODY
         self._is_new = generation is None
         self._is_store_lost = False
+        self._signs: dict[str, tuple[int, float]] = {}  # the count of signs of life of a process, and when it changed
         self._store_turn = threading.Lock()  # held until the store has answered
         self._enter: Callable[[Lane, Roll], object] | None = None
         self._heart: Heart | None = None
@@ -415,7 +416,7 @@ class Members:
         last = self._generation
         present, askers = {self.rank}, dict[int, str]()
         beats: dict[str, int] = {}
-        self._signs: dict[str, tuple[int, float]] = {}  # the count of signs of life of a process, and when it changed
+        self._signs.clear()
         began, limit, asks = time.monotonic(), self._exchange_timeout.total_seconds(), last.asks
         short = min(FORM_SECONDS if is_late else GRACE_SECONDS, limit)
         while (now := self._last() or last).number <= last.number:

@@ -43,7 +43,9 @@ lint: install    ## ruff and the type checker
 # What fails runs once more, alone; what passes then is named last, as flaky.
 SUITE  := $(BIN)/python tools/suite.py
 WORKERS := 3
-PYTEST := $(SUITE) -n $(WORKERS) --dist worksteal --durations=10
+# Asserts are not rewritten, which takes a worker 10 s to load; what fails runs again with rewritten ones, for its values.
+SHARED := -n $(WORKERS) --dist worksteal --durations=10 --assert=plain
+PYTEST := $(SUITE) $(SHARED)
 QUICK  := -m "not gpu and not slow and not docs and not integrations" --pairs
 REST   := -m "not gpu and not docs and not integrations" --rest --ignore=tests/aot --ignore=tests/house/test_gpu_page.py
 
@@ -52,9 +54,8 @@ kernels: install ## compile the kernels for this processor, once, on all cores
 	@$(BIN)/python -m compileall -q -j 0 src tests
 	$(BIN)/python tools/compile_kernels.py
 
-# Without rewritten assertions, which take a worker 10 s to load; what fails runs again with them, for its values.
 test: lint kernels ## lint, types, and each behaviour once, in 3 to 6 minutes on 2 cores
-	THINWIRE_EXAMPLES=25 $(PYTEST) --assert=plain $(QUICK)
+	THINWIRE_EXAMPLES=25 $(PYTEST) $(QUICK)
 
 PARTS := test test-slow test-integrations docs dist test-kernels test-jit-off test-torches
 test-all: $(or $(PART),$(PARTS)) ## every test that needs no GPU; PART="docs test-slow": these parts of it
@@ -96,7 +97,7 @@ OF_TORCH := $(addprefix tests/,gradients attach outer comm backend reproducible 
 test-torches: $(TORCHES:%=test-torch-%) ## what starts ranks, on the oldest and the newest torch; TORCHES="2.12 2.13": on these
 
 $(TORCHES:%=test-torch-%): test-torch-%: $(VENV)/torch-%/.installed
-	$(VENV)/torch-$*/bin/python tools/suite.py -n $(WORKERS) --dist worksteal -m "ranks and not gpu and not slow" --pairs $(OF_TORCH)
+	THINWIRE_EXAMPLES=25 $(VENV)/torch-$*/bin/python tools/suite.py $(SHARED) -m "ranks and not gpu and not slow" --pairs $(OF_TORCH)
 
 $(TORCHES:%=$(VENV)/torch-%/.installed): $(VENV)/torch-%/.installed: pyproject.toml constraints.txt
 	@echo "torch $*: an environment of its own, 2 to 10 minutes; 1.3 GB on disk, or 6 GB where pip has only the build with CUDA"

@@ -39,7 +39,7 @@ lint: install    ## ruff and the type checker
 
 # Each law on all pairs of its parameters, and few examples of what hypothesis draws: see tests/common/selection.py.
 # Three workers on two cores, since ranks wait for each other, for links and for limits: they leave 3 % of the cores idle.
-# A fourth takes 307 s to 363: it starts, imports and collects like the others, and all of them wait for a core.
+# A fourth takes 307 s to 363, and slow tests 1,692 to 1,746: it starts, imports and collects like the others, and all of them wait for a core.
 # What fails runs once more, alone; what passes then is named last, as flaky.
 SUITE  := $(BIN)/python tools/suite.py
 WORKERS := 3
@@ -61,7 +61,7 @@ PARTS := test test-slow test-integrations docs dist test-kernels test-jit-off te
 test-all: $(or $(PART),$(PARTS)) ## every test that needs no GPU; PART="docs test-slow": these parts of it
 
 test-slow: kernels ## what starts programs, repeats faults or takes long, and all combinations of parameters; SHARE=1/4: a quarter
-	$(PYTEST) $(REST) -n $(shell expr $(WORKERS) + 1) $(if $(SHARE),--part $(SHARE))
+	$(PYTEST) $(REST) $(if $(SHARE),--part $(SHARE))
 
 test-integrations: $(VENV)/.integrations kernels ## train with each framework of the extra `integrations`, stock and with thinwire
 	$(SUITE) -m "integrations" -n 2 --dist loadfile tests/integrations

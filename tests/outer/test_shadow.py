@@ -296,6 +296,58 @@ def test_states_of_unlike_rounds() -> None:
         assert entry["steps"][0] >= entry["steps"][1]
 
 
+class AsTheNextOneBegins:
+    """The future of a round, done as soon as somebody asks, by when the next round has been noted."""
+
+    def __init__(self, rounds: ShadowRounds) -> None:
+        self._rounds, self._future = rounds, rounds._future
+        rounds._future = self  # type: ignore[assignment]
+
+    def done(self) -> bool:
+        self._future.wait()
+        return self._rounds._future is not self or True
+
+    def wait(self) -> None:
+        self._future.wait()
+
+
+def of_one_round_at_a_time(context: RankContext) -> bool:
+    """Rounds end and begin wherever the thread of training was stopped; yet it never begins one beside another."""
+    training = Training(context, thinwire.outer.shadow_sync("average"))
+    rounds, begin, trainer = training.rounds, training.rounds._begin, threading.current_thread()
+    resumed: list[str] = []
+    rounds._go_on_after = lambda ended: resumed.append("a second round")  # type: ignore[method-assign]
+    training.until_rounds(2)
+    AsTheNextOneBegins(rounds)
+    training.step()
+    assert not resumed, "a round was over when the next one had been noted"
+
+    has_begun, submit = threading.Event(), rounds.lane.submit
+
+    def stopped_behind(*job: Any) -> Any:
+        future = submit(*job)
+        if threading.current_thread() is trainer and not rounds._turn.locked():  # so that the lane begins none
+            assert has_begun.wait(60), "the lane makes the round, and begins the next one"
+        return future
+
+    def noted() -> None:
+        begin()
+        if threading.current_thread() is not trainer:
+            has_begun.set()
+
+    rounds._begin, rounds.lane.submit = noted, stopped_behind  # type: ignore[method-assign]
+    with rounds.stopped():
+        pass
+    training.until_rounds(2)
+    assert not resumed, "a round was noted when the lane had noted the next one"
+    training.sync.detach()
+    return True
+
+
+def test_rounds_begin_one_at_a_time() -> None:
+    assert all(outcome.value for outcome in run_ranks(of_one_round_at_a_time, world_size=2))
+
+
 def of_life(context: RankContext) -> None:
     """A model that is freed, two models at once, what is refused, and a parameter that is trained too late."""
     recipe = thinwire.outer.shadow_sync("average")

@@ -46,7 +46,8 @@ def left_out(model: nn.Module, chosen: str | Iterable[str | Tensor]) -> frozense
     """
     wanted = [chosen] if isinstance(chosen, (str, Tensor)) else list(() if chosen is None else chosen)
     module = module_of(model)
-    tensors = dict([*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)])
+    parameters = nn.Module.named_parameters(module, remove_duplicate=False)  # which modules of TorchRec override
+    tensors = dict([*parameters, *nn.Module.named_buffers(module, remove_duplicate=False)])
     alone: set[int] = set()
     for entry in wanted:
         matches = {
@@ -79,7 +80,7 @@ def synchronized_parameters(model: nn.Module, excluded: Container[str] = ()) -> 
     shards = is_sharded(model)
     ignored = model.parameters_to_ignore if isinstance(model, DistributedDataParallel) else ()
     known: set[int] = set()
-    named = nn.Module.named_parameters(module_of(model), remove_duplicate=False)  # which modules of TorchRec override
+    named = nn.Module.named_parameters(module_of(model), remove_duplicate=False)  # as in `left_out`
     for name, parameter in named:
         is_ignored = (name if "." in name else f".{name}") in ignored or name in excluded
         is_ignored = is_ignored or (shards and is_dtensor(parameter))

@@ -55,7 +55,7 @@ class ShadowRounds(Rounds):
         self._anchors_lock = threading.Lock()  # held while anchors are stepped, or read by training
         self._round_lock = threading.Lock()  # held for a round
         self._entered = self.lane  # the one of whose rounds anything is kept
-        self._turn = threading.Lock()  # held while a round is kept or ends, or another lane takes over
+        self._turn = threading.Lock()  # held while a round begins, is kept or ends, or another lane takes over
         self._trained = self._staging.hand_over(())  # behind the last step
         self._copied = self._landed = self._swapped = self._trained.event  # behind the last of each
         self.pace = RoundPace(recipe.every_seconds, limit)
@@ -104,9 +104,9 @@ class ShadowRounds(Rounds):
             self.pace.step()
             if self._is_copy_due:
                 self._take_copy()
-        if self._future.done():
+        if (future := self._future).done() and future is self._future:  # a round begins the next one before it is done
             with self._timed():
-                self._go_on_after(self._future)
+                self._go_on_after(future)
 
     def synchronize(self) -> None:
         """End rounds on all ranks, which take the anchors. Then rounds go on."""
@@ -283,8 +283,9 @@ class ShadowRounds(Rounds):
 
     def _begin(self) -> None:
         if not self.pace.is_dropped:
-            self._is_over = False
-            self._future = self.lane.submit(partial(_round, weakref.ref(self)), self.pace.wait)
+            with self._turn:  # else this thread notes its round after the lane has made it, and noted the next one
+                self._is_over = False
+                self._future = self.lane.submit(partial(_round, weakref.ref(self)), self.pace.wait)
 
     def _go_on_after(self, ended: Future[None]) -> None:
         """Go on after a round that did not begin the next one; raise its error unless other ranks are enough."""
@@ -308,7 +309,7 @@ class ShadowRounds(Rounds):
                     ended = self._future
                     with suppress(Exception):
                         ended.wait()
-                    if ended is self._future and not self._is_over:  # a round begins the next one before it is done
+                    if ended is self._future and not self._is_over:  # as in `after_step`
                         self._go_on_after(ended)
         finally:
             self.pace.hurry(False)

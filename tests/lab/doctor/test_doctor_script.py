@@ -338,7 +338,7 @@ def test_a_script_that_skips_steps_by_hand_on_one_rank_is_measured_and_tried() -
 def test_a_way_that_fails_is_reported_and_the_others_are_tried() -> None:
     measurement = measured(DENSE, ["--steps", "100"])
     stock, *_ = found = price_options(measurement, ())
-    impossible = replace(stock, name="impossible", groups=((0,), (1, 2, 3, 4, 5)), is_plain=False)
+    impossible = replace(stock, name="impossible", is_plain=False)
     advised = [
         (stock, advice_of(stock, measurement, found)),
         (impossible, Advice("impossible", compressor="atomo:rank=0")),

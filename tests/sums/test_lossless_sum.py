@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +25,7 @@ from thinwire.kernels import dispatch
 from thinwire.rows import floats
 from thinwire.sums import lossless as sums
 from thinwire.sums import owners
-from thinwire.sums.lossless import SumReport, begin, dealt
+from thinwire.sums.lossless import Loads, SumReport, begin, dealt, subject
 from threaded import LoopbackLane
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -257,6 +258,64 @@ def test_segments_are_dealt_evenly_and_cover_a_tensor(numel: int, world_size: in
     sizes = [cut.stop - cut.start for cut in in_order]
     assert max(sizes) - min(sizes) <= 128
     assert max(sizes) <= sums.SEGMENT_VALUES + 64
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 100_000), st.integers(1, 400_000)), min_size=1, max_size=30), st.integers(1, 9)
+)
+def test_segments_weigh_the_same_where_parts_do_not(parts: list[tuple[int, int]], world_size: int) -> None:
+    ends = [*accumulate(numel for numel, _ in parts)]
+    loads = Loads(ends, [weight for _, weight in parts])
+    found = dealt(ends[-1], world_size, loads=loads)
+    in_order = [cuts[number] for number in range(len(found[0])) for cuts in found]
+    assert [cut.start for cut in in_order] == [0, *(cut.stop for cut in in_order[:-1])]
+    assert in_order[-1].stop == ends[-1]
+    density = [weight / numel for numel, weight in parts]
+
+    def weight(cut: slice) -> float:
+        overlaps = (
+            min(cut.stop, end) - max(cut.start, end - numel) for end, (numel, _) in zip(ends, parts, strict=True)
+        )
+        return sum(max(0, overlap) * dense for overlap, dense in zip(overlaps, density, strict=True))
+
+    mean = sum(loads.weights) / len(in_order)
+    assert all(abs(weight(cut) - mean) <= 65 * max(density) + 1 for cut in in_order)
+    assert dealt(ends[-1] + 1, world_size, loads=loads) == dealt(ends[-1] + 1, world_size), "of another tensor"
+
+
+def test_the_second_sum_of_a_tensor_is_dealt_by_the_bytes_of_the_first() -> None:
+    """Ranks send equal bytes then, though some values need three times the bits of others; the sums keep their bits."""
+    world_size, numel = 4, 8 * floats.CHUNK_VALUES
+    tensors = [torch.randn(numel, generator=torch.Generator().manual_seed(rank)) for rank in range(world_size)]
+    for tensor in tensors:
+        tensor[: numel // 2] = tensor[: numel // 2].bfloat16().float()
+        tensor[numel // 4 : numel // 4 + 5000] = 0.0
+    expected = rank_order_sum(tensors, 0.25)
+
+    def run(exchange: LoopbackExchange) -> list[int]:
+        loads, sent = Loads(), []
+        for _ in range(3):
+            mine = tensors[exchange.rank].clone()
+            channel = Channel(exchange, subject("gradient", "", mine, loads), 0)
+            channel.open()
+            sent.append(begin(mine, channel, 0.25, loads=loads)())
+            assert torch.equal(bits(mine), bits(expected))
+        return sent
+
+    first, *later = zip(*(outcome.get() for outcome in run_ranks(world_size, run)), strict=True)
+    assert max(first) > 1.05 * sum(first) / world_size, "or the test shows nothing"
+    busiest = [max(sent) * world_size / sum(sent) for sent in (first, *later)]
+    assert max(busiest[1:]) < 1.03, busiest
+
+
+def test_ranks_that_deal_by_other_bytes_disagree_before_frames_meet() -> None:
+    def run(exchange: LoopbackExchange) -> None:
+        mine, loads = torch.ones(9000), Loads([4000, 9000], [1 + exchange.rank, 1])
+        channel = Channel(exchange, subject("gradient", "", mine, loads), 0)
+        channel.begin_open()
+        begin(mine, channel, loads=loads)()
+
+    assert all(isinstance(outcome.error, MismatchError) for outcome in run_ranks(2, run))
 
 
 def test_ranks_with_segments_of_other_sizes_disagree_before_frames_meet(monkeypatch: pytest.MonkeyPatch) -> None:

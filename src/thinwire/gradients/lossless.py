@@ -16,7 +16,7 @@ from thinwire.compress.assign import AUTO, LOSSLESS, NATIVE
 from thinwire.gradients.tables import by_dtype, flattened
 from thinwire.observe.step import ParameterRecords, Phase
 from thinwire.rows.sparse import SUPPORTED_DTYPES
-from thinwire.sums.lossless import SumReport, begin, subject
+from thinwire.sums.lossless import Loads, SumReport, begin, subject
 
 ROW, SCATTERED = "all other parameters, lossless", "all other parameters, to their owners"
 """Names of rows of `Synchronizer.table` for dense gradients that go this way, coded or as they are."""
@@ -52,6 +52,7 @@ class LosslessSync:
         native: buckets whose gradients "auto" does not code, by name, and why.
         reports: what each bucket has taken, until somebody takes them.
         total: what all have taken.
+        loads: bytes of the segments of each bucket and dtype in the step before.
         reason: reason of the decision, for the table.
         working: returns the context in which other threads than the lane's use gradients of a device.
     """
@@ -63,6 +64,7 @@ class LosslessSync:
     native: dict[str, str] = field(default_factory=dict)
     reports: dict[str, SumReport] = field(default_factory=dict)
     total: SumReport = field(default_factory=SumReport)
+    loads: dict[tuple[str, torch.dtype], Loads] = field(default_factory=dict)
     reason: str = ""
     working: Callable[[], AbstractContextManager[object]] = nullcontext
     listener: Callable[[Phase, float, float], None] | None = None
@@ -112,7 +114,8 @@ class LosslessSync:
             return lambda: others
         lines = [f"{one.name}: {one.gradient.dtype} {list(one.gradient.shape)}" for one in gradients]
         mine = [one.gradient for one, goes in zip(gradients, taken, strict=True) if goes]
-        channel = lane.channel(subject(bucket, "\n".join([*lines, f"mean, {LOSSLESS}"]), mine[0]))
+        loads = "; ".join(f"{dtype} {loads}" for (name, dtype), loads in self.loads.items() if name == bucket)
+        channel = lane.channel(subject(bucket, "\n".join([*lines, f"mean, {LOSSLESS}"]), mine[0], loads))
         channel.begin_open()
         staging.to_host()  # sleeps until the gradients are there; a copy of a code would spin
         complete = self._begin_average(channel, bucket, mine, opening_bytes(channel.world_size))
@@ -154,7 +157,8 @@ class LosslessSync:
     def _begin_sum(self, channel: Channel, bucket: str, tensors: Sequence[Tensor], opening: int) -> Callable[[], None]:
         flat, copy_back = flattened(tensors)
         report = SumReport(listener=self.listener)
-        complete = begin(flat, channel, 1.0 / channel.world_size, report, working=self.working)
+        loads = self.loads.setdefault((bucket, flat.dtype), Loads())
+        complete = begin(flat, channel, 1.0 / channel.world_size, report, working=self.working, loads=loads)
 
         def finish() -> None:
             sent = opening + complete()

@@ -14,10 +14,12 @@ the host and back. Both threads work on the stream of the lane.
 from __future__ import annotations
 
 import time
+import zlib
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import astuple, dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from operator import add
 
 import torch
@@ -104,22 +106,51 @@ class SumReport:
         return ended - started
 
 
-def dealt(numel: int, world_size: int, segment: int = 0) -> list[list[slice]]:
+@dataclass
+class Loads:
+    """The bytes that segments of a tensor took in its last sum: all ranks had the same messages, so all know them.
+
+    Args:
+        ends: where the segments end.
+        weights: what they weigh, in bytes; to code values counts, too, so that no piece has too many that are zero.
+    """
+
+    ends: Sequence[int] = ()
+    weights: Sequence[int] = ()
+
+    def __str__(self) -> str:
+        return f"cut by {zlib.crc32(repr((self.ends, self.weights)).encode()):08x}" if self.ends else "equal"
+
+    def cut(self, numel: int, count: int) -> list[int]:
+        """Return the ends of so many segments that weigh the same, in integers, on which all processors agree."""
+        if not self.ends or self.ends[-1] != numel:
+            return [numel * number // count for number in range(count + 1)]
+        sums, ends = [*accumulate(self.weights, initial=0)], [0, *self.ends]
+
+        def end(weight: int) -> int:
+            index = bisect_right(sums, weight) - 1
+            return ends[index] + (weight - sums[index]) * (ends[index + 1] - ends[index]) // self.weights[index]
+
+        return [*(end(sums[-1] * number // count) for number in range(count)), numel]
+
+
+def dealt(numel: int, world_size: int, segment: int = 0, loads: Loads | None = None) -> list[list[slice]]:
     """Return the segments of a flat tensor that each rank owns, of at most about ``segment`` values.
 
     They are dealt in rounds, so that all ranks get some of the values that need most bits. The sums of the first
-    round are on their way back while later segments are on their way to owners.
+    round are on their way back while later segments are on their way to owners. After the first sum they are cut by
+    ``loads``: of a gpt under autocast the busiest of 8 ranks sent 9 % more than the mean of all.
     """
-    units, segment = -(-numel // _UNIT_VALUES), segment or SEGMENT_VALUES
-    count = world_size * max(1, -(-numel // (world_size * segment)))
-    ends = [min(numel, _UNIT_VALUES * (units * number // count)) for number in range(count + 1)]
+    count = world_size * max(1, -(-numel // (world_size * (segment or SEGMENT_VALUES))))
+    *ends, _ = (loads or Loads()).cut(numel, count)
+    ends = [*(min(numel, _UNIT_VALUES * round(end / _UNIT_VALUES)) for end in ends), numel]
     cuts = [slice(start, stop) for start, stop in pairwise(ends)]
     return [cuts[rank::world_size] for rank in range(world_size)]
 
 
-def subject(name: str, description: str, tensor: Tensor) -> Subject:
+def subject(name: str, description: str, tensor: Tensor, loads: object = "equal") -> Subject:
     """Return the subject of a sum of a tensor: frames travel before it is compared, so their size is part of it."""
-    return Subject(name, f"{description}, in segments of {_segment_values(tensor)}")
+    return Subject(name, f"{description}, in segments of {_segment_values(tensor)}, {loads}")
 
 
 def _segment_values(tensor: Tensor) -> int:
@@ -134,6 +165,7 @@ def begin(
     out: Tensor | None = None,
     codes: bool = True,
     working: Callable[[], AbstractContextManager[object]] = nullcontext,
+    loads: Loads | None = None,
 ) -> Callable[[], int]:
     """Begin to sum a contiguous tensor over all ranks in place, times ``scale``; return a function that completes it.
 
@@ -148,12 +180,13 @@ def begin(
             The tensor is left as it is; ``out`` may be that part of it.
         codes: whether values travel coded where that pays; else as they are.
         working: returns the context in which the thread that sends may use a tensor of a device.
+        loads: of the last sum of this tensor; replaced by those of this one.
     """
     flat = tensor.view(-1)
     if channel.world_size == 1:
         return lambda: _scaled(flat, scale, flat if out is None else out.view(-1))
     segment = _segment_values(flat)
-    cuts = dealt(flat.numel(), channel.world_size, segment)
+    cuts = dealt(flat.numel(), channel.world_size, segment, loads)
     if out is not None:
         size = out.numel()
         assert flat.numel() == channel.world_size * size, "equal parts"
@@ -166,6 +199,8 @@ def begin(
         code.predict()
         sent = complete()
         report.pull += code.arrived
+        if loads is not None and out is None:
+            loads.ends, loads.weights = code.loads()
         return sent
 
     return finish
@@ -225,6 +260,13 @@ class _Floats:
         self.rank, self.ranks = self.channel.rank, range(self.channel.world_size)
         self.segments = [len(cut) for cut in self.cuts]
         self.is_narrow = self.flat.element_size() == 2
+        self.sums: dict[int, int] = {}  # bytes of the sum of each segment, by its end
+
+    def loads(self) -> tuple[list[int], list[int]]:
+        """Return where segments end, and what they weigh; once all sums are there."""
+        ends = sorted(self.sums)
+        sizes = [(stop - start) * self.flat.element_size() for start, stop in pairwise([0, *ends])]
+        return ends, [self.sums[end] + size // 16 for end, size in zip(ends, sizes, strict=True)]
 
     def predict(self) -> None:
         """Estimate the bytes of the pushes."""
@@ -263,6 +305,7 @@ class _Floats:
     def pull(self, number: int, total: Tensor) -> Tensor:
         with self.working():
             message = self._encoded(total, self.report.pull)
+            self.sums[self.cuts[self.rank][number].stop] = frame_bytes(message.numel())
             bits = self._bits(total)
             self._values(self.rank, number).copy_(self._scaled(total))
         self.report.predicted_bytes += (len(self.ranks) - 1) * self._message_bytes(total.numel(), bits)
@@ -271,7 +314,9 @@ class _Floats:
     def take(self, owner: int, number: int, receive: Callable[[], Tensor]) -> None:
         total, half = self._values(owner, number), self.arrived
         started = time.perf_counter()
+        before = half.num_bytes
         started += self._decoded(receive, total, half)
+        self.sums[self.cuts[owner][number].stop] = half.num_bytes - before
         half.values += total.numel()
         total.copy_(self._scaled(total))
         half.decode_seconds += self.report.book(Phase.DECOMPRESS, started)

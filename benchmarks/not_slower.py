@@ -1,38 +1,61 @@
 """Steps of models trained by stock DDP and by thinwire in the same processes, in turn: is thinwire ever slower?
 
-    python benchmarks/not_slower.py --jobs mlp,transformer,table,tables_dense,recommender,torch_transformer --ranks 2
-    python benchmarks/not_slower.py --link 10gbit --jobs lstm_dense --json out.json
+    python benchmarks/not_slower.py --json benchmarks/results/not-slower.json
+    python tools/results.py benchmarks/results/not-slower.json
+    python benchmarks/not_slower.py --section benchmarks/results/not-slower.json >> docs/evidence/bench-train.md
 
-Each job is trained by stock DDP, and by DDP with `thinwire.attach(ddp)`, of the same seed. All step in turn, each going
-first in every other round, after a barrier that is not timed; a step takes as long as its slowest rank. The ratio is
-the median over rounds of thinwire's step to that of stock DDP right beside it, over the rounds after the first 200; the
-ratio of the first 200 is that of their sums, the first step included. The ratio of processor time, a mean over
-ranks, varies less where ranks share processors. Calls are those of Python in a step, on the training thread, and memory
-is what attach and the first 20 steps added, by ranks that do nothing else. Tables of the jobs named ``..._dense``
-have dense gradients, and those of the others are ``sparse=True``; the model of ``torch_transformer`` is one of torch's
-own tests. Links other than "none" need network namespaces.
+Each job is trained three times at once, from the same seed and batches: by stock DDP, by DDP with
+`thinwire.attach(ddp)`, and by stock DDP again. That third one is the control: what it seems to differ from the first
+by is the noise of this harness. What could favor one of them:
+
+- *Order.* All three step in each round, in an order drawn again for each round, the same on all ranks, after a barrier
+  that is not timed. thinwire's model is created between the other two. Stock's steps right after one of thinwire's
+  are compared with its others: work of thinwire that went on behind its own step would show there.
+- *Warm-up.* A fourth model is trained for a few steps first, so that none of the three pays for what a process does
+  once. Nothing of numba is loaded where ranks are forked from, so thinwire pays for that itself, as in a user's
+  process, unless there is nothing to gain and it never loads it: the column "kernels" says so. Machine code is on disk.
+- *Clocks.* A trial of thinwire times whole steps, and must not take those of the others for a part of its own: its
+  clock stands still in them.
+- *The garbage collector* is on, and meets whoever allocates; what there was before the first round is frozen.
+- *Memory and caches.* Each model has its own tensors and process group, and each finds the caches as another one left
+  them. Ranks have one thread of torch each.
+
+A step takes as long as on its slowest rank. The ratio is the median over rounds of thinwire's step to each stock step
+of its round; medians do not see rare steps, so the ratio of all seconds is stated, too. The ratio of the first 200
+rounds is that of their sums, the first step included. Behind each in brackets is its interval of 95 %, by a bootstrap
+over blocks of 10 neighboring rounds. "not slower" means that the interval ends below the limit, "slower" that it begins
+above, and anything else is not resolved by so many rounds.
+
+Calls are those of Python in a step on the training thread. On loopback, ranks that train one model only, by stock or
+thinwire, say what attach and the first 200 steps add to memory, and take of the processors, whichever thread takes it.
+Tables of the jobs named ``..._dense`` have dense gradients, and those of the others are ``sparse=True``; the model of
+``torch_transformer`` is one of torch's own tests. Links other than "none" need network namespaces.
 """
 
 from __future__ import annotations
 
 import argparse
 import cProfile
+import gc
+import itertools
 import json
 import logging
 import os
 import platform
+import random
+import resource
 import statistics
 import sys
 import time
 import unittest
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -40,13 +63,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from thinwire.lab.demo.model import LanguageModel, LogUniform, ModelConfig
-from thinwire.lab.testbed.launch import preload, run_ranks
-from thinwire.lab.testbed.network import EmulatedNetwork, Link
+from thinwire.lab.testbed.launch import leave_kernels_to_ranks, preload, values_of_ranks
+from thinwire.lab.testbed.network import Link, emulated
 from thinwire.lab.testbed.rank import RankContext
+from thinwire.tune import playing
 
 SETTLED, FIRST = 1.02, 1.05
 """Largest ratio of thinwire to stock DDP that counts as not slower: of a step once decided, and of the first 200."""
-FIRST_STEPS = 200
+FIRST_STEPS, LEAST_ROUNDS, MOST_ROUNDS = 200, 100, 2000
+STOCK, OURS, CONTROL = range(3)
+"""Indices of the three trainings."""
+BLOCK, RESAMPLES = 10, 1000
 
 
 @dataclass(frozen=True)
@@ -212,6 +239,7 @@ class Training:
     def __init__(self, name: str, rank: int, is_attached: bool) -> None:
         self.job = JOBS[name.removesuffix("_dense")]
         os.environ["THINWIRE_ROUTE"] = "auto"  # as in any training; ranks of emulated hosts have rows at once
+        torch.sparse.check_sparse_tensor_invariants.disable()
         torch.manual_seed(0)
         # Two stock DDPs with sparse gradients on one Gloo group corrupt the heap: 3 of 4 runs of 2,500 steps on 4 ranks
         # ended by SIGSEGV or SIGABRT (torch 2.13, nothing of thinwire loaded), none with a group each.
@@ -222,35 +250,43 @@ class Training:
         self.sync = thinwire.attach(self.model) if is_attached else None
         self.seconds: list[float] = []
         self.processor_seconds: list[float] = []
-        self.schemes: list[list[str]] = []
+        self.elapsed = self.started = 0.0
+
+    def clock(self) -> float:
+        """Return the time within steps of this training, which is all that a training alone would see."""
+        return self.elapsed + time.perf_counter() - self.started
 
     def step(self, step: int) -> None:
-        """Make a step, and record its seconds and the scheme of each table in it."""
+        """Make a step, and record its seconds."""
         inputs, target = self.job.batch(self.data, step)
         dist.barrier()
-        before, started = time.process_time(), time.perf_counter()
+        before, self.started = time.process_time(), time.perf_counter()
         self.optimizer.zero_grad()
         loss = self.job.loss(self.model(*inputs), target)
         loss.backward()
         self.optimizer.step()
-        self.seconds.append(time.perf_counter() - started)
+        self.seconds.append(time.perf_counter() - self.started)
+        self.elapsed += self.seconds[-1]
         self.processor_seconds.append(time.process_time() - before)
-        if self.sync is not None and step % 10 == 0:
-            self.schemes.append([str(row["scheme"]) for row in self.sync.table()])
 
 
-def memory(context: RankContext, name: str, is_attached: bool) -> float:
-    """Return what a training and its first steps add to the memory of a rank, in MB."""
-    torch.sparse.check_sparse_tensor_invariants.disable()
-    before = resident_mb()
+def alone(context: RankContext, name: str, steps: int, is_attached: bool) -> tuple[float, float]:
+    """Return what a training and its first steps add to the memory of a rank, in MB, and its processor seconds."""
+    memory, seconds = resident_mb(), used_seconds()
     training = Training(name, context.rank, is_attached)
-    for step in range(20):
+    for step in range(steps):
         training.step(step)
-    return resident_mb() - before
+    return resident_mb() - memory, used_seconds() - seconds
 
 
 def resident_mb() -> float:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+def used_seconds() -> float:
+    """Return the processor seconds of this process and its children."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in used)
 
 
 def calls(training: Training, step: int) -> int:
@@ -259,91 +295,233 @@ def calls(training: Training, step: int) -> int:
     profile.enable()
     training.step(step)
     profile.disable()
-    return sum(entry.callcount for entry in profile.getstats())
+    return sum(entry.callcount for entry in profile.getstats() if not isinstance(entry.code, str))  # those of C
 
 
-def train(
-    context: RankContext, name: str, steps: int, is_logged: bool
-) -> tuple[list[list[float]], list[list[str]], list[int], str]:
-    """Return seconds and processor seconds of the steps, of stock DDP and then of thinwire, thinwire's schemes, the
-    calls of both, and why thinwire decided as it did."""
+def train(context: RankContext, name: str, first: int, seconds: float, is_logged: bool) -> dict[str, Any]:
+    """Train by stock DDP, thinwire and stock DDP in turn, and return what this rank saw.
+
+    Args:
+        first: rounds at the start that count by themselves.
+        seconds: how long to go on after them.
+    """
     if is_logged and context.rank == 0:
         logging.basicConfig(level=logging.INFO, format="%(message)s")
-    torch.sparse.check_sparse_tensor_invariants.disable()
-    both = [Training(name, context.rank, is_attached) for is_attached in (False, True)]
-    for step in range(steps):
-        for training in both if step % 2 else reversed(both):
-            training.step(step)
-    seconds = [list(times) for training in both for times in (training.seconds, training.processor_seconds)]
-    made = [statistics.median(calls(training, steps + number) for number in range(5)) for training in both]
-    assert both[1].sync is not None
-    reasons = dict.fromkeys(str(row["reason"]) for row in both[1].sync.table() if row["reason"])
-    return seconds, both[1].schemes, made, "; ".join(reasons)
-
-
-def measured(name: str, link: Link, ranks: int, steps: int, is_logged: bool) -> dict[str, Any]:
-    """Train a job and return its figures."""
-    first = min(FIRST_STEPS, steps // 2)
-    with EmulatedNetwork(ranks, link) if link.mbit else nullcontext() as network:
-        mbit = network.measure() if network else None
-        outcomes = run_ranks(train, name, steps, is_logged, world_size=ranks, network=network, timeout_seconds=600)
-    added = [
-        max(outcome.value for outcome in run_ranks(memory, name, is_attached, world_size=ranks, timeout_seconds=300))
-        for is_attached in (False, True)
-    ]
-    per_rank = [outcome.value[0] for outcome in outcomes]
-    stock, ours = ([max(moments) for moments in zip(*(of[place] for of in per_rank), strict=True)] for place in (0, 2))
-    _, schemes, made, reasons = outcomes[0].value
-
-    def processor(place: int, begin: int, end: int | None) -> float:
-        return statistics.fmean(sum(of[place][begin:end]) for of in per_rank)
-
-    ratio = statistics.median(mine / theirs for mine, theirs in zip(ours[first:], stock[first:], strict=True))
+    warm = Training(name, context.rank, is_attached=False)
+    for step in range(5):
+        warm.step(step)
+    del warm
+    trainings = [Training(name, context.rank, is_attached) for is_attached in (False, True, False)]
+    playing.time = SimpleNamespace(perf_counter=trainings[OURS].clock)  # type: ignore[assignment]
+    gc.collect()
+    gc.freeze()
+    draw, orders, rounds, started = random.Random(0), [], first, time.perf_counter()
+    while len(orders) < rounds:
+        orders.append(draw.sample(range(len(trainings)), len(trainings)))
+        for index in orders[-1]:
+            trainings[index].step(len(orders) - 1)
+        if len(orders) == first:
+            each = torch.tensor((time.perf_counter() - started) / first)
+            dist.all_reduce(each, dist.ReduceOp.MAX)
+            rounds += min(MOST_ROUNDS, max(LEAST_ROUNDS, round(seconds / each.item())))
+    table = trainings[OURS].sync.table()
     return {
+        "seconds": [training.seconds[:] for training in trainings],
+        "processor": [training.processor_seconds[:] for training in trainings],
+        "orders": orders,
+        "schemes": sorted({str(row["scheme"]) for row in table}),
+        "reasons": "; ".join(dict.fromkeys(str(row["reason"]) for row in table if row["reason"])),
+        "has_kernels": "numba" in sys.modules,
+        "calls": [statistics.median(calls(one, rounds + number) for number in range(5)) for one in trainings[:CONTROL]],
+    }
+
+
+def interval(figure: Callable[[np.ndarray], float], rounds: int) -> list[float]:
+    """Return a figure of rounds, which it is given the indices of, and the ends of its interval of 95 %."""
+    block = min(BLOCK, rounds)
+    starts = np.random.default_rng(0).integers(0, rounds - block + 1, (RESAMPLES, -(-rounds // block)))
+    samples = (starts[..., None] + np.arange(block)).reshape(RESAMPLES, -1)
+    return [figure(np.arange(rounds)), *np.quantile([figure(sample) for sample in samples], (0.025, 0.975)).tolist()]
+
+
+def figures(seconds: np.ndarray, first: int) -> dict[str, list[float]]:
+    """Return ratios of thinwire, and of the control, to stock DDP.
+
+    Args:
+        seconds: of each step on its slowest rank, by training and round.
+        first: rounds at the start that count by themselves.
+    """
+    stock, ours, control = seconds[:, first:]
+    begun, early = seconds[:, 0], seconds[:, 1:first]
+
+    def sums(mine: float, *theirs: float) -> float:
+        return float(mine / statistics.fmean(theirs))
+
+    return {
+        "ratio": interval(
+            lambda at: float(np.median(np.concatenate([ours[at] / stock[at], ours[at] / control[at]]))), len(ours)
+        ),
+        "control_ratio": interval(lambda at: float(np.median(control[at] / stock[at])), len(ours)),
+        "sum_ratio": interval(lambda at: sums(ours[at].sum(), stock[at].sum(), control[at].sum()), len(ours)),
+        "first_ratio": interval(
+            lambda at: sums(*(begun + early[:, at].sum(1))[[OURS, STOCK, CONTROL]].tolist()), early.shape[1]
+        ),
+        "first_control_ratio": interval(
+            lambda at: sums(*(begun + early[:, at].sum(1))[[CONTROL, STOCK]].tolist()), early.shape[1]
+        ),
+    }
+
+
+def behind_ours(seconds: np.ndarray, orders: Sequence[Sequence[int]], first: int) -> float:
+    """Return the ratio of stock steps right after one of thinwire's to other stock steps, after the first rounds."""
+    by_predecessor: tuple[list[float], list[float]] = [], []
+    before = OURS
+    for number, order in enumerate(orders):
+        for index in order:
+            if index != OURS and number >= first:
+                by_predecessor[before == OURS].append(seconds[index, number])
+            before = index
+    return statistics.median(by_predecessor[True]) / statistics.median(by_predecessor[False])
+
+
+def verdict(limits: Sequence[tuple[list[float], float]]) -> str:
+    """Return what intervals say of the limits of their figures."""
+    if any(low > limit for (_, low, _), limit in limits):
+        return "SLOWER"
+    return "not slower" if all(high <= limit for (_, _, high), limit in limits) else "not resolved"
+
+
+def measured(name: str, link: Link, ranks: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Train a job and return its figures."""
+    with emulated(ranks, link) as network:
+        mbit = network.measure() if network else None
+        seen = values_of_ranks(
+            train,
+            name,
+            options.first,
+            options.seconds,
+            options.log,
+            world_size=ranks,
+            network=network,
+            timeout_seconds=600,
+        )
+    seconds = np.array([one["seconds"] for one in seen]).max(0)
+    stock, ours, control = np.array([one["processor"] for one in seen]).mean(0)[:, options.first :].sum(1)
+    row = {
         "job": name,
         "ranks": ranks,
         "link_mbit": mbit,
-        "stock_seconds": statistics.median(stock[first:]),
-        "thinwire_seconds": statistics.median(ours[first:]),
-        "ratio": ratio,
-        "processor_ratio": processor(3, first, None) / processor(1, first, None),
-        "first_ratio": sum(ours[:first]) / sum(stock[:first]),
-        "first_processor_ratio": processor(3, 0, first) / processor(1, 0, first),
-        "first_step_seconds": [stock[0], ours[0]],
-        "calls": made,
-        "memory_mb": added,
-        "is_not_slower": ratio <= SETTLED and sum(ours[:first]) <= FIRST * sum(stock[:first]),
-        "schemes": sorted(set(schemes[-1])),
-        "reasons": reasons,
+        "rounds": seconds.shape[1] - options.first,
+        "stock_seconds": float(np.median(seconds[STOCK, options.first :])),
+        **figures(seconds, options.first),
+        "behind_ours_ratio": behind_ours(seconds, seen[0]["orders"], options.first),
+        "processor_ratio": float(ours / statistics.fmean((stock, control))),
+        "first_step_seconds": seconds[:CONTROL, 0].tolist(),
+        **{key: seen[0][key] for key in ("calls", "has_kernels", "schemes", "reasons")},
     }
+    if not link.mbit:
+        both = [
+            values_of_ranks(alone, name, options.first, is_attached, world_size=ranks, timeout_seconds=300)
+            for is_attached in (False, True)
+        ]
+        row["memory_mb"] = [max(memory for memory, _ in of) for of in both]
+        row["first_processor_seconds"] = [statistics.fmean(used for _, used in of) for of in both]
+    return row | {"verdict": verdict([(row["ratio"], SETTLED), (row["first_ratio"], FIRST)])}
+
+
+RATIOS = "ratio", "control_ratio", "sum_ratio", "first_ratio", "first_control_ratio"
+
+
+def spread(figure: Sequence[float]) -> str:
+    return "{:.3f} [{:.3f} .. {:.3f}]".format(*figure)
+
+
+HEADINGS = (
+    "job", "link", "ranks", "stock, ms", "thinwire / stock", "stock / stock", "all seconds",
+    "first 200", "first 200, stock / stock", "calls", "kernels", "plays", "verdict",
+)  # fmt: skip
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    """Return the cells of a row in the section of a page."""
+    return [
+        f"`{row['job']}`",
+        f"{row['link_mbit'] / 1e3:.1f} Gbit/s" if row["link_mbit"] else "loopback",
+        str(row["ranks"]),
+        f"{1e3 * row['stock_seconds']:.1f}",
+        *(spread(row[key]) for key in RATIOS),
+        " to ".join(f"{one:.0f}" for one in row["calls"]),
+        "loaded" if row["has_kernels"] else "no",
+        " ".join(row["schemes"]),
+        row["verdict"],
+    ]
+
+
+def section(result: dict[str, Any]) -> str:
+    """Return the section of a page about a result."""
+    about, rows = result["environment"], result["rows"]
+    counts = {said: sum(row["verdict"] == said for row in rows) for said in ("not slower", "not resolved", "SLOWER")}
+    lone = [row for row in rows if "memory_mb" in row]
+    lines = [
+        "## Is it ever slower?\n",
+        "`python benchmarks/not_slower.py` trains each job by stock DDP, with `thinwire.attach(ddp)`, and by stock",
+        "DDP again as a control, in the same processes, step by step, in an order drawn for each round. A step takes",
+        f"as long as on its slowest rank. Limits: {SETTLED} of stock after {FIRST_STEPS} steps (a median over rounds),",
+        f"and {FIRST} for the sum of those. In brackets are intervals of 95 %, by a bootstrap over blocks of rounds;",
+        'columns "stock / stock" show what the harness makes of no difference at all. "not slower": the interval ends',
+        'below the limit; "SLOWER": it begins above; "not resolved": neither.',
+        f"{', '.join(f'{count} {said}' for said, count in counts.items())}. torch {about['torch']},"
+        f" {about['processors']} processors, {about['date']}; raw rows in `benchmarks/results/not-slower.json`.\n",
+        f"| {' | '.join(HEADINGS)} |",
+        "|" + "---|" * len(HEADINGS),
+        *(f"| {' | '.join(cells(row))} |" for row in rows),
+        f"\nAttach and {FIRST_STEPS} steps of a rank that trains nothing else, by stock and thinwire:\n",
+        "| job | ranks | processor seconds | MB |",
+        "|---|---|---|---|",
+        *(
+            f"| `{row['job']}` | {row['ranks']} |"
+            f" {' to '.join(f'{one:.2f}' for one in row['first_processor_seconds'])} |"
+            f" {' to '.join(f'{one:.0f}' for one in row['memory_mb'])} |"
+            for row in lone
+        ),
+    ]
+    return "\n".join(lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--jobs", default="mlp,transformer,table,tables_dense,recommender,torch_transformer")
-    parser.add_argument("--link", default="none", help="none, or a rate such as 1gbit")
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--links", default="none,10gbit", help="none, or rates such as 1gbit")
+    parser.add_argument("--ranks", default="2,4")
+    parser.add_argument("--first", type=int, default=FIRST_STEPS, help="rounds at the start that count by themselves")
+    parser.add_argument("--seconds", type=float, default=30.0, help="of the rounds after them, of each row")
     parser.add_argument("--log", action="store_true", help="print the choices of thinwire")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="write rows there, after each of them")
+    parser.add_argument("--section", type=Path, metavar="JSON", help="measure nothing; print the section of a page")
     options = parser.parse_args(arguments)
-    preload("torch._dynamo")
-    link, rows = Link.parse(options.link), []
-    for name in options.jobs.split(","):
-        row = measured(name, link, options.ranks, options.steps, options.log)
-        rows.append(row)
+    if options.section:
+        print(section(json.loads(options.section.read_text())))
+        return
+    for module in ("torch._dynamo", "thinwire.lab.demo.model"):
+        preload(module)
+    leave_kernels_to_ranks()
+    about = {"thinwire": thinwire.__version__, "torch": torch.__version__, "processors": os.cpu_count()}
+    about |= {"system": platform.platform(), "date": time.strftime("%Y-%m-%d")}
+    rows: list[dict[str, Any]] = []
+    combinations = itertools.product(options.ranks.split(","), options.links.split(","), options.jobs.split(","))
+    for ranks, link, name in combinations:
+        rows.append(row := measured(name, Link.parse(link), int(ranks), options))
         print(
-            f"{name:17} {options.link:>7} {options.ranks} ranks  stock {1e3 * row['stock_seconds']:6.1f} ms  ratio"
-            f" {row['ratio']:.3f}, of processors {row['processor_ratio']:.3f}; first {FIRST_STEPS}"
-            f" {row['first_ratio']:.3f}, {row['first_processor_ratio']:.3f}; first step"
-            f" {' to '.join(f'{1e3 * one:.0f}' for one in row['first_step_seconds'])} ms; calls"
-            f" {' to '.join(map(str, row['calls']))}; memory {' to '.join(f'{one:.0f}' for one in row['memory_mb'])} MB"
-            f"  {'not slower' if row['is_not_slower'] else 'SLOWER'}  {' '.join(row['schemes'])}  {row['reasons']}",
+            f"{name:17} {link:>7} {ranks} ranks  stock {1e3 * row['stock_seconds']:6.1f} ms, {row['rounds']} rounds "
+            + "; ".join(f"{key.removesuffix('_ratio')} {spread(row[key])}" for key in RATIOS)
+            + f"; {row['verdict']}; behind ours {row['behind_ours_ratio']:.3f}, of processors"
+            f" {row['processor_ratio']:.3f}; calls {' to '.join(map(str, row['calls']))}; kernels {row['has_kernels']};"
+            f" {row.get('memory_mb', '')} {row.get('first_processor_seconds', '')} {' '.join(row['schemes'])}"
+            f"  {row['reasons']}",
             flush=True,
         )
-    if options.json:
-        about = {"thinwire": thinwire.__version__, "torch": torch.__version__, "processors": os.cpu_count()}
-        options.json.write_text(json.dumps({"environment": {**about, "system": platform.platform()}, "rows": rows}))
+        if options.json:
+            options.json.write_text(json.dumps({"environment": about, "rows": rows}))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     THINWIRE_ROUTE=rows torchrun --standalone --nproc-per-node 4 examples/ddp_sparse.py
 
 THINWIRE_ROUTE=rows sends rows from the first step on. Without it training begins as stock DDP, and rows are tried once
-steps have waited for the network for 3 s in all: on one machine never.
+steps have waited for the network for 3 s in all: on one machine hardly ever.
 
 On two machines, on each:
 

@@ -4,7 +4,7 @@
     torchrun --standalone --nproc-per-node 2 examples/hf_trainer.py --stock
 
 THINWIRE_ROUTE=rows sends rows from the first step on. Without it training begins as stock DDP, and rows are tried once
-steps have waited for the network for 3 s in all: on one machine never.
+steps have waited for the network for 3 s in all: on one machine hardly ever.
 
 A model that ties its input and output embeddings, as most language models do, has a dense gradient for the table, and
 thinwire leaves that to DDP.

@@ -4,7 +4,7 @@ THINWIRE_ROUTE=rows torchrun --standalone --nproc-per-node 2 examples/lightning_
 torchrun --standalone --nproc-per-node 2 examples/lightning_recommender.py --stock
 
 THINWIRE_ROUTE=rows sends rows from the first step on. Without it training begins as stock DDP, and rows are tried once
-steps have waited for the network for 3 s in all: on one machine never.
+steps have waited for the network for 3 s in all: on one machine hardly ever.
 """
 
 import argparse

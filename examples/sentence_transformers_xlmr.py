@@ -4,7 +4,7 @@
     torchrun --standalone --nproc-per-node 2 examples/sentence_transformers_xlmr.py --stock
 
 THINWIRE_ROUTE=rows sends rows from the first step on. Without it training begins as stock DDP, and rows are tried once
-steps have waited for the network for 3 s in all: on one machine never.
+steps have waited for the network for 3 s in all: on one machine hardly ever.
 
 The model and its pairs of sentences are generated, so nothing is downloaded. Most of its parameters are the embedding
 table, as in XLM-R, and a step touches few of its rows.

@@ -3,7 +3,7 @@
     THINWIRE_ROUTE=rows torchrun --standalone --nproc-per-node 2 examples/torchrec_two_tower.py
 
 THINWIRE_ROUTE=rows sends rows from the first step on. Without it training begins as stock DDP, and rows are tried once
-steps have waited for the network for 3 s in all: on one machine never.
+steps have waited for the network for 3 s in all: on one machine hardly ever.
 
 The model is that of torchrec's examples/retrieval: an `EmbeddingBagCollection` of users and items, a tower over each,
 and their dot product. Users are replicated (``data_parallel``), items are sharded (``table_wise``). Data are random.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cProfile
 import os
 from collections.abc import Iterator
 from functools import partial
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import profiler
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
@@ -23,6 +25,7 @@ from thinwire.gradients.ddp import _dispatchers, _stock
 from thinwire.gradients.exact import NativeAllReduce
 from thinwire.gradients.steps import trials
 from thinwire.gradients.steps.dense import DenseChoice
+from thinwire.kernels import dispatch
 from thinwire.lab.testbed.launch import RankContext, run_ranks
 from thinwire.observe.step import Clock, Load
 from thinwire.tune.lossless import Verdict
@@ -322,6 +325,65 @@ def test_before_stock_has_waited_nothing_is_hooked_and_nothing_is_measured(by_mo
     """But a table that no module announces has been seen in the first forward."""
     for outcome in run_ranks(_untouched, by_module, world_size=2, timeout_seconds=60):
         assert outcome.value == {"dense.weight"}
+
+
+def _with_nothing_to_gain(kind: str, size: int) -> nn.Module:
+    """Return a small model on a fast network, of so many layers or tables."""
+    layers = nn.Sequential(*[nn.Linear(4, 4) for _ in range(2 if "table" in kind else size)])
+    if "table" not in kind:
+        return layers
+    is_sparse = kind == "sparse table"
+    return nn.Sequential(Sum(nn.Embedding(50, 4, sparse=is_sparse) for _ in range(1 if is_sparse else size)), layers)
+
+
+class Sum(nn.ModuleList):
+    """The sum of the rows that are looked up in some tables."""
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return torch.stack([table(batch[:, 0].long()) for table in self]).sum(0)
+
+
+def _costs(context: RankContext, kind: str) -> tuple[list[str], list[int]]:
+    """What loads kernels, and how many calls of Python a step has more than one of stock, by size of the model."""
+    exact.ROUTE_VARIABLE = "UNSET"
+    loads, added = list[str](), list[int]()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dispatch, "has_numba", lambda: bool(loads.append(kind)) or True)
+        patch.setattr(trials, "SETUP_SECONDS", 1e6)  # more than a busy machine can make them wait
+        for size in (3, 26):
+            made = []
+            for is_attached in (False, True):
+                model = _with_nothing_to_gain(kind, size)
+                if kind == "FSDP2":
+                    model = fully_shard(model)
+                elif kind != "plain module":
+                    model = DistributedDataParallel(model, process_group=dist.new_group(), bucket_cap_mb=1e-4)
+                sync = thinwire.attach(model) if is_attached else None
+                made.append(min(_calls(model, step) for step in range(20)))
+                if sync is not None:
+                    assert sync._lane._machine is None
+                    assert not getattr(model, "_comm_hooks", ())
+                    sync.detach()
+            added.append(made[1] - made[0])
+    return loads, added
+
+
+def _calls(model: nn.Module, step: int) -> int:
+    profile = cProfile.Profile()
+    profile.enable()
+    model(torch.full((8, 4), float(step))).sum().backward()
+    profile.disable()
+    return sum(entry.callcount for entry in profile.getstats() if not isinstance(entry.code, str))  # of C
+
+
+@pytest.mark.parametrize("kind", ["MLP", "tables", "sparse table", "plain module", "FSDP2"])
+def test_a_model_with_nothing_to_gain_loads_no_kernels_and_has_no_hook_in_its_buckets(kind: str) -> None:
+    """Beside DDP, what a step costs does not grow with the model: nothing is called for a bucket or a parameter."""
+    for outcome in run_ranks(_costs, kind, world_size=2, timeout_seconds=60):
+        loads, (small, large) = outcome.value
+        assert loads == []
+        if kind not in ("plain module", "FSDP2"):
+            assert small == large <= 110, (small, large)
 
 
 def _keeps_its_gradient(context: RankContext) -> list[bool]:

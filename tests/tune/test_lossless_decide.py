@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 
+from thinwire.comm.machine import Machine
 from thinwire.tune.lossless import KEPT, TAKEN, Code, Ranks, decide, lossless_seconds, native_seconds, verdict
 
 MB = 1e6
@@ -14,21 +15,9 @@ PLAIN = Code(27.2, 27.5, 1e-9, 1e-9, 1e-9, 1e-9)
 FREE = Code(16.0, 16.0, 0.0, 0.0, 0.0, 0.0)
 
 
-@dataclass(frozen=True)
-class Wire:
-    """A link of hosts with one rank each, all collectives at the rate of the wire."""
-
-    byte_seconds: float
-    round_seconds: float = 1e-3
-    message_seconds: float = 2e-4
-
-    @property
-    def reduced_byte_seconds(self) -> float:
-        return self.byte_seconds
-
-
-def wire(mbit: float) -> Wire:
-    return Wire(8e-6 / mbit)
+def wire(mbit: float) -> Machine:
+    """Return a link of hosts with one rank each, all collectives at the rate of the wire."""
+    return Machine(1e-3, 2e-4, 8e-6 / mbit, 8e-6 / mbit, *[0.0] * 7)
 
 
 def test_bytes_are_the_bits_of_both_halves_without_the_own_piece() -> None:

@@ -21,12 +21,18 @@ from thinwire.tune.prices import (
     DENSE_SHARE,
     HYSTERESIS,
     MANY_TIMES,
+    Price,
     busiest_rank_bytes,
     choose,
     explained,
-    prices,
+    offers_of,
     ranked,
 )
+
+
+def by_bytes(demand: Demand, machine: Machine | None = None) -> list[Price]:
+    return sorted(offers_of(demand, machine), key=lambda offer: offer.weighted_bytes)
+
 
 counts = st.lists(st.integers(0, 500), min_size=1, max_size=9)
 
@@ -43,7 +49,7 @@ def test_equal_input_equal_choice_of_a_candidate(counts: list[int], width: int, 
 def test_with_a_known_union_it_is_the_cheapest(world_size: int, count: int, more: int, width: int) -> None:
     union = min(500, count + more)
     chosen = choose(Demand.of([count] * world_size, 500, width, 4, union))
-    offers = prices(Demand(world_size, 500, width, 4, count, union))
+    offers = by_bytes(Demand(world_size, 500, width, 4, count, union))
     assert offers[0].scheme == chosen or (count >= DENSE_SHARE * 500 and chosen.is_dense)
     assert offers[0].weighted_bytes == min(offer.weighted_bytes for offer in offers)
 
@@ -109,7 +115,7 @@ WORDS = Demand(4, 60_000, 128, 4, 2200.0, 2750.0)
 
 
 def test_nobody_pays_many_times_the_bytes_on_an_estimate() -> None:
-    offers = prices(WORDS, BURST)
+    offers = by_bytes(WORDS, BURST)
     dense = next(offer for offer in offers if offer.scheme == schemes.DENSE)
     assert dense.sent_bytes > 10 * MANY_TIMES * offers[0].sent_bytes / 5
     assert dense.seconds < 0.2 * min(offer.seconds for offer in offers if offer is not dense)
@@ -123,7 +129,7 @@ def test_a_few_milliseconds_are_no_reason_to_send_more() -> None:
 
 
 def test_a_choice_stands_until_another_is_clearly_better() -> None:
-    best, second, *_, last = prices(DEMAND, SLOW)
+    best, second, *_, last = by_bytes(DEMAND, SLOW)
     stands = second.weighted_bytes <= best.weighted_bytes * (1 + HYSTERESIS)
     assert choose(DEMAND, SLOW, current=best.scheme) is best.scheme
     assert choose(DEMAND, SLOW, current=last.scheme) is best.scheme
@@ -139,8 +145,8 @@ def test_ranks_that_share_a_host_send_its_rows_once() -> None:
 
 
 def test_the_choice_explains_itself() -> None:
-    text = explained(ranked(prices(DEMAND, SLOW)), DEMAND)
+    text = explained(ranked(offers_of(DEMAND, SLOW)), DEMAND)
     assert "rather than" in text
     assert "8 ranks, density 10.00%, densification 4.00, rows of 256 bytes" in text
     assert " ms)" in text
-    assert " ms)" not in explained(ranked(prices(DEMAND)), DEMAND)
+    assert " ms)" not in explained(ranked(offers_of(DEMAND)), DEMAND)

@@ -6,6 +6,7 @@ import json
 import random
 from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -225,6 +226,17 @@ def test_what_stands_is_not_measured_but_seldom() -> None:
     assert play(trial, LOOK_STEPS - 400, noisy(7, 0.05, stock=1.0, rows=1.3)).count(ROWS) == 0
     looks = [play(trial, LOOK_STEPS, noisy(8, 0.05, stock=1.0, rows=1.3)).count(ROWS) > 0 for _ in range(12)]
     assert sum(looks) <= 4, "after 1000 steps, 2000 more, 4000 more, ..."
+
+
+def test_what_prices_decline_is_asked_for_again_as_often_as_what_lost() -> None:
+    """After 1000 steps, then 2000, and so on."""
+    trial, asked = Trial(arms(), setup_seconds=1.5), list[int]()
+    for step in range(17_000):
+        if trial.arm == ROWS:
+            asked.append(step)
+            trial.decline("no price pays")
+        play(trial, 1, lambda step, arm: 1.0, 1.0)
+    assert [later - sooner for sooner, later in pairwise(asked)] == pytest.approx([1000, 2000, 4000, 8000], abs=2)
 
 
 def test_arms_of_equal_speed_do_not_alternate() -> None:

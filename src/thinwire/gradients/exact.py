@@ -163,12 +163,15 @@ class GradientSync:
             self.records.named(name).leave(LEFT)
         return steps > 0
 
-    def leave(self, names: Sequence[str], reason: str) -> None:
-        """Note that stock DDP sums these tables from the next step on."""
+    def explain(self, names: Sequence[str], reason: str) -> None:
+        """Note why these tables are summed as they are: by stock DDP from the next step on, or as rows at a price."""
         for name in names:
             entry = self.records.named(name)
-            entry.leave(LEFT)
-            entry.reason = reason
+            if self.is_stock:
+                entry.leave(LEFT)
+                entry.reason = reason
+            else:
+                entry.reason = "; ".join(filter(None, (entry.reason.partition("; ")[0], reason)))
 
     def rivals(self, least_steps: int) -> tuple[str, list[tuple[str, float]]]:
         """Return the group that costs most, and the names and seconds of its choice and of what may be faster.
@@ -279,10 +282,9 @@ class GradientSync:
             return
         run = self._dense_runs.get(table.name, 0) if scheme.is_dense else -1
         self._dense_runs[table.name] = run + 1
-        if scheme.is_dense and self.is_own:
-            self.left[table.name] = min(DENSE_PAUSE_STEPS, 2**run)
-        elif scheme.is_dense:
-            self.pauses[table.name] = min(DENSE_PAUSE_STEPS, 2**run)
+        if scheme.is_dense:
+            unread = self.left if self.is_own else self.pauses
+            unread[table.name] = min(DENSE_PAUSE_STEPS, 2**run)
 
     def _remember(self, group: Group, unions: Sequence[int]) -> None:
         key = _key(group)

@@ -178,9 +178,11 @@ class Synchronizer(Attached):
             for lane in self._lanes:
                 lane.fail(error)
             raise
-        if not (self._is_left_to_ddp or isinstance(self._plug, Alone)):
-            self._lane.submit(partial(_warm_up, self._staging))  # while the first forward runs
         self._tables = table_names(self._module, self._names)
+        sends_rows, scatters = self._tables or self._of_rows, self._lossless is not None and self._lossless.scatters
+        needs_kernels = sends_rows or scatters or methods.has(LOSSLESS) or self._compressed is not None
+        if needs_kernels and not (self._is_left_to_ddp or isinstance(self._plug, Alone)):
+            self._lane.submit(partial(_warm_up, self._staging))  # while the first forward runs
         choice = begin(self._tables) if begin is not None and self._tables else None
         adopt = None
         if self._lookups.candidates and self._sharding is None:

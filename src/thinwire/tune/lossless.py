@@ -6,7 +6,8 @@ owner of the piece, and pulls the code of each sum. All seconds are of one rank,
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+
+from thinwire.comm.machine import Machine
 
 TAKEN = 1.10
 """Least ratio of native to lossless seconds at which a native bucket becomes lossless."""
@@ -14,19 +15,6 @@ KEPT = 1.05
 """Least ratio at which a lossless bucket stays so: a bucket whose bits vary by a few per cent keeps its way."""
 SEGMENT_BYTES = 1 << 20
 """Bytes of a piece, uncoded, that are coded while those before them travel."""
-
-
-class LinkCosts(Protocol):
-    """What a sum has to know of a link; a `thinwire.comm.machine.Machine` is one."""
-
-    @property
-    def round_seconds(self) -> float: ...
-    @property
-    def message_seconds(self) -> float: ...
-    @property
-    def byte_seconds(self) -> float: ...
-    @property
-    def reduced_byte_seconds(self) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -87,13 +75,13 @@ class Verdict:
     lossless_seconds: float = 0.0
 
 
-def native_seconds(num_bytes: float, world_size: int, link: LinkCosts) -> float:
+def native_seconds(num_bytes: float, world_size: int, link: Machine) -> float:
     """Return the seconds of the process group's own all-reduce."""
     sent_bytes = 2 * (world_size - 1) / world_size * num_bytes
     return sent_bytes * link.reduced_byte_seconds + 2 * (world_size - 1) * link.message_seconds
 
 
-def lossless_seconds(num_bytes: float, ranks: Ranks, link: LinkCosts, code: Code) -> float:
+def lossless_seconds(num_bytes: float, ranks: Ranks, link: Machine, code: Code) -> float:
     """Return the seconds of a lossless sum.
 
     Coding overlaps the wire: the longer of the two counts, and of the other what its first and last segment need.
@@ -104,7 +92,7 @@ def lossless_seconds(num_bytes: float, ranks: Ranks, link: LinkCosts, code: Code
     return max(coding, wire) + min(coding, wire) / segments + 2 * link.round_seconds
 
 
-def decide(num_bytes: float, ranks: Ranks, link: LinkCosts, code: Code, was_lossless: bool = False) -> Verdict:
+def decide(num_bytes: float, ranks: Ranks, link: Machine, code: Code, was_lossless: bool = False) -> Verdict:
     """Return whether a bucket should be summed losslessly; the same on all ranks that know the same numbers."""
     if ranks.ranks_per_host >= ranks.world_size:
         return Verdict(False, "all ranks are on one host, where bytes cost nothing")

@@ -144,7 +144,7 @@ def choose(
         current: the choice that stands unless another one is better by `HYSTERESIS`.
         hosts: the ranks of each host, if several share one: then schemes of two levels compete too.
     """
-    return DENSE if is_dense(demand) else ranked(prices(demand, machine, hosts), current)[0].scheme
+    return DENSE if is_dense(demand) else ranked(offers_of(demand, machine, hosts), current)[0].scheme
 
 
 def chosen(
@@ -167,12 +167,7 @@ def is_dense(demand: Demand) -> bool:
     return not has_zeros or demand.width == 0
 
 
-def prices(demand: Demand, machine: Machine | None = None, hosts: Hosts = ()) -> list[Price]:
-    """Return the prices of all candidates for a demand, the one of fewest bytes first."""
-    return sorted(offers_of(demand, machine, hosts), key=lambda offer: offer.weighted_bytes)
-
-
-def offers_of(demand: Demand, machine: Machine | None, hosts: Hosts) -> list[Price]:
+def offers_of(demand: Demand, machine: Machine | None = None, hosts: Hosts = ()) -> list[Price]:
     """Return the prices of all candidates, in an order that does not depend on the number of rows."""
     offers = [price(scheme, demand, machine) for scheme in CANDIDATES if _is_sensible(scheme, demand)]
     if 1 < len(hosts) < demand.world_size:

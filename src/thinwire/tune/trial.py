@@ -213,7 +213,6 @@ class Trial:
     def decline(self, reason: str) -> None:
         """Let stock stand, because prices say so: a challenger is not worth a test, or not any more."""
         self.standing, self._why = 0, reason
-        self._looks += 1
         self._waiting, self._block, self._numbers = [], [], []
         self._go_on()
 

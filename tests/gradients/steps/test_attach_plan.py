@@ -249,7 +249,7 @@ def _dropped(context: RankContext) -> None:
     """Under DDP and as a plain module, where a step with compression takes five times as long."""
     grouping.DEFAULT_PACE = QUICK
     note = Trial.note
-    Trial.note = lambda trial, _: note(trial, 1.0 if trial.arm == execution.PLAN else 0.2)  # type: ignore[method-assign]
+    Trial.note = lambda trial, *_: note(trial, 1.0 if trial.arm == execution.PLAN else 0.2)  # type: ignore[method-assign]
     for ddp in (None, {}):
         plan = plan_for(ONE, "top_k:density=0.1", dense_seconds=1e-6)
         with warnings.catch_warnings(record=True) as seen:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import threading
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,6 +34,7 @@ from thinwire.gradients.steps.steps import Trace
 from thinwire.observe.step import Load, StepTimes
 from thinwire.plan.plan import Group, Plan, fingerprint
 from thinwire.plan.profile import Groups, Profile
+from thinwire.tune import playing
 from threaded import ALONE, ONE, PAIRS, LoopbackLane, Network, Rank, on_ranks
 
 GROUPINGS = {"alone": ALONE, "pairs": PAIRS, "one": ONE, "default": None}
@@ -271,6 +274,20 @@ class Halves:
         return tuple(range(cut)), tuple(range(cut, profile.num_tensors))
 
 
+class Now(threading.local):
+    """The clock of a rank, which is a thread: it runs while a step does."""
+
+    seconds = 0.0
+
+
+NOW = Now()
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(playing, "time", SimpleNamespace(perf_counter=lambda: NOW.seconds))
+
+
 @dataclass
 class Driven:
     """A rank whose steps take what the test says."""
@@ -294,6 +311,7 @@ class Driven:
         times = step_of([job.load for job in self.rank.times.jobs], order, waits=own, late=own)
         if seconds is not None:
             times.ended = times.started + seconds
+        NOW.seconds += times.seconds
         self.execution.finish_step(times)
         return means
 
@@ -426,6 +444,23 @@ def test_a_plan_stays_where_exact_synchronization_is_slower_than_predicted() -> 
         assert compressed[-1]
         assert 2 <= compressed.count(False) <= 6
         assert driven.execution.stats()["plan/dropped"] == 0.0
+
+
+def test_a_plan_is_compared_by_whole_steps() -> None:
+    """Here its backward is the shorter one, and its forward and optimizer take so much longer that it loses."""
+
+    def run(network: LoopbackExchange) -> bool:
+        driven = Driven.made(
+            network, PACE, compress.top_k(0.02), groups=PAIRS, predicted_seconds=1.0, dense_seconds=0.5, fallback=True
+        )
+        for number in range(14):
+            is_compressed = driven.rank.buckets.compresses("first.weight")
+            NOW.seconds += 9.0 if is_compressed else 1.0  # beside backward
+            driven.step(number, 1.0 if is_compressed else 1.5)
+        return driven.execution.dropped
+
+    with pytest.warns(UserWarning, match="It is dropped"):
+        assert on_ranks(2, run) == [True, True]
 
 
 def test_a_state_goes_on_where_it_was() -> None:

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from loopback import run_ranks
 from measured import dense_code, measurement, table
 from thinwire import fuse
+from thinwire.comm.machine import Machine
 from thinwire.compress.base import Parameter
 from thinwire.lab.bench.jobs.named import get_job
 from thinwire.lab.cli.main import app
@@ -265,16 +266,10 @@ def test_it_has_a_curve_of_its_own_and_stops_paying_somewhere() -> None:
 
 
 def test_break_even_is_where_both_take_equally_long() -> None:
-    class Wire:
-        round_seconds = message_seconds = 0.0
-
-        def __init__(self, byte_seconds: float, reduced: float) -> None:
-            self.byte_seconds, self.reduced_byte_seconds = byte_seconds, reduced
-
     code = AUTOCAST.code
     for cores in (1, 2):
         mbit = break_even_mbit(1e8, Ranks(8), code, cores)
-        link = Wire(8e-6 / mbit, 8e-6 / mbit)
+        link = Machine(0.0, 0.0, 8e-6 / mbit, 8e-6 / mbit, *[0.0] * 7)
         ranks = Ranks(8, 1, cores)
         assert lossless_seconds(1e8, ranks, link, code) == pytest.approx(native_seconds(1e8, 8, link), rel=1e-6)
     # ranks of a host push through one link what a ring sends over it once

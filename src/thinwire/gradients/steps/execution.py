@@ -18,6 +18,7 @@ from thinwire.observe.step import StepTimes
 from thinwire.observe.trace import Event
 from thinwire.plan.profile import Groups, Profile
 from thinwire.plan.timeline import events, iteration_seconds
+from thinwire.tune.playing import Playing
 from thinwire.tune.trial import Trial
 
 DRIFT = 0.1
@@ -36,6 +37,8 @@ class Execution:
         formed: returns the buckets of DDP's last pass, by name of their parameters; none for a plain module.
     """
 
+    _playing: Playing  # of the plan against exact synchronization, once that may be faster
+
     def __init__(
         self, intent: Intent, lane: Lane, following: Following, formed: Callable[[], Sequence[Sequence[str]]]
     ) -> None:
@@ -52,7 +55,6 @@ class Execution:
         self._compares_buckets = not following.can_regroup
         self._steps: list[StepTimes] = []
         self._to_skip = 0
-        self._trial = Trial([PLAN])  # of the plan against exact synchronization, once that may be faster
         self._phase: Callable[[], None] = self._watch
         self._enter(self._watch if intent.groups is not None else self._measure)
 
@@ -139,27 +141,27 @@ class Execution:
         can_be_dropped = self._following.can_regroup or self._following.compresses  # else it is what is done anyhow
         if is_slow and can_be_dropped and not self._reported:
             self._enter(self._test)
-            self._to_skip, self._trial = 0, Trial([PLAN, EXACT], gain=0.0)
-            self._following.pause(self._trial.arm == EXACT)
+            self._to_skip, pause, trial = 0, self._following.pause, Trial([PLAN, EXACT], gain=0.0)
+            self._playing = Playing(self._lane.agree, "of a plan", trial, lambda arm, _: pause(arm == EXACT))
+            self._playing.finish_step()  # which times steps from now on
         elif self._has_drifted(measured):
             self._drifted(measured)
 
     def _test(self) -> None:
         """Compare the plan with exact synchronization, in turn and on this machine now."""
-        numbers = self._trial.note(self._steps.pop().seconds)
-        if numbers is not None:
-            self._trial.learn(self._lane.agree("seconds of steps, with a plan and without", numbers))
-        self._following.pause(self._trial.arm == EXACT)
-        if not self._trial.is_settled:
+        self._steps.clear()
+        self._playing.finish_step()
+        trial = self._playing.trial
+        if not trial.is_settled:
             return
         self._following.pause(False)
         self._enter(self._watch)
-        if self._trial.standing:
-            self._report()
+        if trial.standing:
+            self._report(trial.explain())
         else:
             self._log(
                 f"a step takes {_ms(self.measured_seconds)}, and stock DDP was expected to take"
-                f" {_ms(self._dense_seconds)}; but {self._trial.explain()}"
+                f" {_ms(self._dense_seconds)}; but {trial.explain()}"
             )
             self._dense_seconds = self.measured_seconds
 
@@ -219,10 +221,10 @@ class Execution:
         groups, seconds = self._lane.submit(lambda lane: lane.channel(subject).broadcast([groups, seconds])).wait()
         return tuple(map(tuple, groups)), seconds
 
-    def _report(self) -> None:
+    def _report(self, reason: str) -> None:
         """Report a plan that does not pay, once, and drop it if fallback is on."""
         self._reported = True
-        text = f"the plan is slower than exact synchronization ({self._trial.explain()})"
+        text = f"the plan is slower than exact synchronization ({reason})"
         if not self._intent.fallback:
             self._warn(f"{text}. Make a new one, or have it dropped by dataclasses.replace(plan, fallback=True)")
             return

@@ -58,8 +58,8 @@ class RowsChoice:
         reason = self.trial.explain()
         if reason != self._reason and not self.trial.is_timed:
             self._reason = reason
-            if self.trial.arm == STOCK:
-                self._gradients.leave(self._names, reason)
+            if self.trial.arm == STOCK or self.trial.tests:
+                self._gradients.explain(self._names, reason)
             if self.trial.tests and self._lane.rank == 0:
                 logger.info("embedding tables are summed by %s", reason)
 
@@ -102,7 +102,7 @@ class RowsChoice:
         if is_stock:
             if stands:
                 self._is_asked = False
-                gradients.leave(self._names, self.trial.explain())
+                gradients.explain(self._names, self.trial.explain())
             if not self._lookups.candidates:  # else they are looked for in the first forward
                 self._lookups.remove()
             self._plug.see(ROWS, False, stands)

@@ -19,7 +19,7 @@ from thinwire.lab.bench.trace import IndexTrace
 from thinwire.sums.cost import Demand, expected_bytes
 from thinwire.sums.named import NAMED, name_of
 from thinwire.sums.scheme import Ownership, Scheme
-from thinwire.tune.prices import DENSE_SHARE, busiest_rank_bytes, choose, expected_seconds, explained, prices, ranked
+from thinwire.tune.prices import DENSE_SHARE, busiest_rank_bytes, choose, expected_seconds, explained, offers_of, ranked
 
 _ASSUMED_OWNERS = 8  # number of parts with which kernels of an assumed machine are measured, whatever its world size
 PREDICTED_RANKS = tuple(2**power for power in range(1, 11))
@@ -181,7 +181,7 @@ def _explanation(demand: Demand, machine: Machine, warning: str | None) -> str:
         return f"dense: {warning}"
     if demand.held >= DENSE_SHARE * demand.num_rows:
         return f"dense: a rank holds {demand.held / demand.num_rows:.0%} of all rows"
-    return explained(ranked(prices(demand, machine)), demand)
+    return explained(ranked(offers_of(demand, machine)), demand)
 
 
 def _without_list(scheme: Scheme) -> Scheme:

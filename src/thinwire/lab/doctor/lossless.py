@@ -4,6 +4,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from thinwire.comm.machine import Machine
 from thinwire.lab.planning.measurement import Measurement
 from thinwire.lab.planning.planner import usual_groups
 from thinwire.plan.text import format_seconds
@@ -87,16 +88,6 @@ def lossless_option(measurement: Measurement) -> LosslessOption | None:
     )
 
 
-@dataclass(frozen=True)
-class _Nominal:
-    """A link with a rate and nothing else."""
-
-    byte_seconds: float
-    reduced_byte_seconds: float
-    round_seconds: float = 0.0
-    message_seconds: float = 0.0
-
-
 def break_even_mbit(num_bytes: float, ranks: Ranks, code: Code, cores: int = 1) -> float:
     """Return the rate of a host's link below which a lossless sum is faster, with so many cores for the code of a rank.
 
@@ -111,7 +102,7 @@ def break_even_mbit(num_bytes: float, ranks: Ranks, code: Code, cores: int = 1) 
     coded = Ranks(world_size, local, cores * local)
 
     def is_faster(mbit: float) -> bool:
-        link = _Nominal(shared * 8e-6 / mbit, 8e-6 / mbit)
+        link = Machine(0.0, 0.0, shared * 8e-6 / mbit, 8e-6 / mbit, *[0.0] * 7)
         return lossless_seconds(num_bytes, coded, link, code) < native_seconds(num_bytes, world_size, link)
 
     low, high = 1e-3, _MOST_MBIT

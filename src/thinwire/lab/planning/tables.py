@@ -15,7 +15,7 @@ from thinwire.comm.process_group import sparse_all_reduce_bytes
 from thinwire.lab.planning.speeds import MeasuredLink
 from thinwire.sums.cost import Demand
 from thinwire.sums.named import DENSE, name_of
-from thinwire.tune.prices import is_dense, price, prices, ranked
+from thinwire.tune.prices import is_dense, offers_of, price, ranked
 
 _SMALL_BYTES = 256 * 1024  # tables whose sums are smaller travel together, see `GradientSync.groups`
 
@@ -127,7 +127,7 @@ def _row_job(group: Sequence[EmbeddingTable], link: MeasuredLink, hosts: Hosts) 
     num_rows, union = sum(table.num_rows for table in group), sum(table.union for table in group)
     demand = Demand.of(held, num_rows, first.width, first.dtype.itemsize, max(union, statistics.fmean(held)))
     machine = link.machine
-    offer = price(DENSE, demand, machine) if is_dense(demand) else ranked(prices(demand, machine, hosts))[0]
+    offer = price(DENSE, demand, machine) if is_dense(demand) else ranked(offers_of(demand, machine, hosts))[0]
     wire_seconds = offer.sent_bytes * (
         link.all_reduce.line.beta if offer.scheme == DENSE else link.all_to_all.line.beta
     )

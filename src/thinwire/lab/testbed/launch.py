@@ -29,7 +29,8 @@ from thinwire.lab.testbed.network import EmulatedNetwork, in_namespace
 from thinwire.lab.testbed.rank import RankContext, RankSetup, rank_main
 from thinwire.lab.testbed.supervise import Outcome, RankProcess, describe, supervise
 
-_preloaded = ["torch", "torch.distributed", "thinwire"]
+_KERNELS = "thinwire.lab.testbed.warmed"
+_preloaded = ["torch", "torch.distributed", "thinwire", _KERNELS]
 _PORTS = range(20_000, 32_768)
 __all__ = ["Outcome", "RankContext", "RanksFailed", "run_ranks"]
 
@@ -106,7 +107,12 @@ def preload(module: str) -> None:
     The constructor of DDP imports ``torch._dynamo``, for example: 1.2 s in every rank otherwise.
     """
     if module not in _preloaded:
-        _preloaded.append(module)
+        _preloaded.insert(-1, module)  # kernels are last
+
+
+def leave_kernels_to_ranks() -> None:
+    """Have ranks import numba and load kernels themselves, as those of a user do; call it before `run_ranks`."""
+    _preloaded.remove(_KERNELS)
 
 
 def _plan_ranks(
@@ -195,7 +201,7 @@ def _pickle_call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
 
 def _start(setup: RankSetup, payload: bytes) -> RankProcess:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*_preloaded, "thinwire.lab.testbed.warmed"])
+    context.set_forkserver_preload(_preloaded)
     ours, theirs = context.Pipe()
     with theirs, _interrupted_later():
         process = context.Process(target=rank_main, args=(setup, theirs, payload), name=f"rank {setup.rank}")

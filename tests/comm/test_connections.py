@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -40,6 +44,7 @@ def test_a_look_opens_and_lists_no_descriptor(pair: Pair, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(os, "listdir", never)
     monkeypatch.setattr(os, "dup", never)
+    monkeypatch.setattr(socket, "socket", never)  # whose end, as by Ctrl-C, is that of the connection
     assert found.is_connected()
     pair[1].shutdown(socket.SHUT_WR)
     assert not found.is_connected()
@@ -66,3 +71,29 @@ def test_a_process_is_dead_when_all_connections_to_it_are_gone(pair: Pair) -> No
     pair[1].shutdown(socket.SHUT_RDWR)
     assert dead(processes) == {1}
     there.close()
+
+
+def _takes(path: Path) -> bool:
+    code = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'a'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+    return subprocess.run([sys.executable, "-c", code, path], capture_output=True).returncode == 0
+
+
+def test_a_search_for_connections_leaves_locks_of_files_as_they_are(tmp_path: Path) -> None:
+    """Closing any descriptor of a file drops the locks that a process has on it, as sqlite has on a database."""
+    path = tmp_path / "database"
+    with path.open("w") as locked:
+        fcntl.lockf(locked, fcntl.LOCK_EX)
+        connected()
+        assert not _takes(path)
+
+
+def test_a_search_for_connections_leaves_them_waiting_where_sockets_have_a_default_timeout(
+    pair: Pair,
+) -> None:
+    """That of torch's store, which would then fail in place of waiting for the answer."""
+    socket.setdefaulttimeout(60)
+    try:
+        _found(pair[0])
+    finally:
+        socket.setdefaulttimeout(None)
+    assert os.get_blocking(pair[0].fileno())

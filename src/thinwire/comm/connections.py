@@ -12,7 +12,9 @@ import contextlib
 import ipaddress
 import itertools
 import os
+import select
 import socket
+import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -26,7 +28,8 @@ Address = tuple[bytes, int]
 """An IP address as 16 bytes, with IPv4 mapped into IPv6, and a port."""
 _NOWHERE: Address = (bytes(16), 0)
 _PACKED_BYTES = 18
-_ESTABLISHED = 1  # value of the first byte of struct tcp_info, in <linux/tcp.h>
+_NO_TIMEOUT = getattr(socket, "SOCK_NONBLOCK", -1)
+"""A type of sockets under which Python leaves their flags alone, and sets no timeout."""
 Connection = tuple[Address, Address]
 """The addresses of the local and the remote end of a connection."""
 
@@ -57,19 +60,14 @@ class _Socket:
 
     descriptor: int
     inode: int
-    family: int
 
     def is_connected(self) -> bool:
-        try:
-            if os.fstat(self.descriptor).st_ino != self.inode:
-                return False
-            own = socket.socket(self.family, socket.SOCK_STREAM, socket.IPPROTO_TCP, self.descriptor)
-            try:
-                return own.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _ESTABLISHED
-            finally:
-                own.detach()
-        except OSError:
-            return False
+        """Return whether no end hung up; no object owns the descriptor here, which an interrupt would then close."""
+        look = select.poll()
+        look.register(self.descriptor, select.POLLRDHUP)
+        with contextlib.suppress(OSError):
+            return os.fstat(self.descriptor).st_ino == self.inode and not look.poll(0)
+        return False
 
 
 Connected = tuple[Connection, _Socket]
@@ -159,20 +157,19 @@ class PrivateGroup:
 
 
 def _tcp_sockets() -> Iterator[tuple[int, socket.socket]]:
-    """Yield the sockets of this process: descriptors, and duplicates, which stay valid if an original is closed."""
+    """Yield the sockets of this process: descriptors, and duplicates, which stay valid if an original is closed.
+
+    Nothing else is duplicated: closing a descriptor drops all locks (``fcntl``) of the process on its file, such as
+    those of sqlite. A duplicate shares the flags of the original, which Python would change to have the default timeout
+    of sockets, but not where it is said to have none.
+    """
     for name in os.listdir("/dev/fd"):
-        with contextlib.suppress(OSError), _duplicate(int(name)) as own:
-            if own.family in (socket.AF_INET, socket.AF_INET6) and own.type == socket.SOCK_STREAM:
-                yield int(name), own
-
-
-def _duplicate(descriptor: int) -> socket.socket:
-    duplicate = os.dup(descriptor)
-    try:
-        return socket.socket(fileno=duplicate)
-    except OSError:
-        os.close(duplicate)
-        raise
+        with contextlib.suppress(OSError):
+            if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                with socket.fromfd(int(name), -1, _NO_TIMEOUT, -1) as own:
+                    is_stream = own.getsockopt(socket.SOL_SOCKET, socket.SO_TYPE) == socket.SOCK_STREAM
+                    if is_stream and own.family in (socket.AF_INET, socket.AF_INET6):
+                        yield int(name), own
 
 
 def listens_at(port: int) -> bool:
@@ -193,7 +190,7 @@ def connected() -> list[Connected]:
     found = []
     for descriptor, own in _tcp_sockets():
         with contextlib.suppress(OSError):
-            known = _Socket(descriptor, os.fstat(own.fileno()).st_ino, own.family)
+            known = _Socket(descriptor, os.fstat(own.fileno()).st_ino)
             if known.is_connected():
                 found.append((_ends(own), known))
     return found

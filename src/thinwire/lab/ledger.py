@@ -18,20 +18,11 @@ from thinwire.comm.hosts import Hosts
 from thinwire.comm.process_group import ring_all_reduce_bytes
 from thinwire.rows.formats import Header, Part, Whole
 from thinwire.rows.partition import Partition
-from thinwire.sums import staged, union_shares
+from thinwire.sums import union_shares
 from thinwire.sums.cost import Pricing, is_doubling
-from thinwire.sums.schedules import Stage, gathering
-from thinwire.sums.scheme import (
-    BLOCK_ELEMENTS,
-    Communication,
-    Ownership,
-    Scheme,
-    Unit,
-    begins_with_opening,
-    unit_shape,
-)
-from thinwire.sums.staged import GATHER_SCHEDULES, REDUCE_SCHEDULES
-from thinwire.sums.two_level import CHOICE, TwoLevel, flat, shares
+from thinwire.sums.schedules import GATHER_SCHEDULES, REDUCE_SCHEDULES, Stage, doubling_schedule, gathering
+from thinwire.sums.scheme import BLOCK_ELEMENTS, Communication, Scheme, Unit, begins_with_opening, unit_shape
+from thinwire.sums.two_level import WITHIN, TwoLevel, flat, shares
 
 Sum = Callable[[], Tensor]
 """The ids of a sum, for who asks: bytes between hosts depend on what is summed inside them."""
@@ -162,8 +153,7 @@ class _Flow:
 
     def _known_ids(self, scheme: Scheme) -> Sum:
         held = tuple(ids.numel() for ids in self.ids)
-        by_columns = scheme.ownership is Ownership.COLUMNS
-        plan = union_shares.UnionPlan(held, self.num_rows, self.width, self.itemsize, scheme.push_format, by_columns)
+        plan = union_shares.UnionPlan(held, self.num_rows, self.width, self.itemsize, scheme)
         union = plan.union(self.ids)
         for rank in range(self.world_size):
             self._send_to_all(rank, plan.swapped_ids_bytes(rank))
@@ -195,7 +185,7 @@ class _Flow:
 
     def _doubling(self, scheme: Scheme) -> Sum:
         price, whole, held = Pricing(scheme.push_choice, self.row_bytes), Whole(self.num_rows), list(self.ids)
-        for stages in _in_step(staged.doubling_schedule, self.world_size):
+        for stages in _in_step(doubling_schedule, self.world_size):
             sent = [_arriving(price, ids, whole) for ids in held]
             held = list(sent)
             for rank, stage in enumerate(stages):
@@ -250,7 +240,7 @@ class _Flow:
 
     def _two_level(self, scheme: TwoLevel) -> Sum:
         """Write down what is sent inside hosts, then between the ranks of one index, and back inside hosts."""
-        hosts, price = scheme.hosts, Pricing(CHOICE, self.row_bytes)
+        hosts, price = scheme.hosts, Pricing(WITHIN.push_choice, self.row_bytes)
         assert hosts is not None
         self._open()
         partitions = [shares(scheme, self.num_rows, len(ranks)) for ranks in hosts]

@@ -15,10 +15,9 @@ from thinwire.comm.process_group import ring_all_reduce_bytes
 from thinwire.rows import formats as wire
 from thinwire.rows.formats import Format, FormatChoice, Header, Part, Whole
 from thinwire.sums import union_shares
-from thinwire.sums.schedules import gathering
-from thinwire.sums.scheme import Aggregation, Communication, Ownership, Scheme, Unit, begins_with_opening, unit_shape
-from thinwire.sums.staged import GATHER_SCHEDULES, REDUCE_SCHEDULES
-from thinwire.sums.two_level import CHOICE, TwoLevel, flat, shares
+from thinwire.sums.schedules import GATHER_SCHEDULES, REDUCE_SCHEDULES, doubling_schedule, gathering
+from thinwire.sums.scheme import Aggregation, Communication, Scheme, Unit, begins_with_opening, unit_shape
+from thinwire.sums.two_level import WITHIN, TwoLevel, flat, shares
 
 DENSIFICATION_EXPONENT = 0.6
 """Aggregating n ranks multiplies the density by about n^0.6: the published models lie between n^0.3 (DeepFM,
@@ -110,11 +109,8 @@ def expected_bytes(scheme: Scheme | TwoLevel, demand: Demand) -> float:
     if single.unit is not Unit.ROWS:
         return expected_bytes(replace(single, unit=Unit.ROWS), _in_units(demand, single.unit))
     if single.knows_ids:
-        by_columns = single.ownership is Ownership.COLUMNS
         held = (round(count),) * world_size
-        plan = union_shares.UnionPlan(
-            held, demand.num_rows, demand.width, demand.itemsize, single.push_format, by_columns
-        )
+        plan = union_shares.UnionPlan(held, demand.num_rows, demand.width, demand.itemsize, single)
         return opening + plan.expected_bytes(union)
 
     def rows(ranks: int) -> float:
@@ -141,7 +137,7 @@ def _expected_two_level_bytes(scheme: TwoLevel, demand: Demand) -> float:
     most, linked = max(map(len, scheme.hosts)), min(map(len, scheme.hosts))
     of_host = held * (total / held) ** (math.log(most) / math.log(demand.world_size)) if held else 0.0
     part = shares(scheme, units.num_rows, most).parts[0]
-    price = Pricing(CHOICE, units.row_bytes)
+    price = Pricing(WITHIN.push_choice, units.row_bytes)
     push = (linked - 1) * price.message_bytes(round(held / linked), part) + (most - linked) * Header.NUM_BYTES
     pull = (most - 1) * price.message_bytes(round(total / linked), part)
     between = replace(
@@ -156,16 +152,10 @@ def _expected_whole_bytes(
 ) -> float:
     """Under centralization, where rank 0 is the busiest; ``rows`` of so many ranks together."""
     price, whole = Pricing(scheme.push_choice, row_bytes), Whole(num_rows)
-    if world_size == 1:
-        return 0
-    if scheme.communication is Communication.POINT_TO_POINT:
-        return (world_size - 1) * price.message_bytes(round(rows(1)), whole)
-    stages = GATHER_SCHEDULES[scheme.communication](0, world_size)
     if is_doubling(scheme):
-        merged = [len(stage.sends) for stage in stages if stage.target is not None]
+        merged = [len(stage.sends) for stage in doubling_schedule(0, world_size) if stage.target is not None]
         return sum(price.message_bytes(round(rows(ranks)), whole) for ranks in merged)
-    num_messages = sum(len(stage.sends) for stage in gathering(stages, 0, world_size))
-    return num_messages * price.message_bytes(round(rows(1)), whole)
+    return _num_gathered(scheme, 0, world_size, world_size) * price.message_bytes(round(rows(1)), whole)
 
 
 def _expected_by_owners_bytes(
@@ -183,7 +173,8 @@ def _expected_by_owners_bytes(
 
     def rank_bytes(rank: int) -> float:
         pushed = [push.message_bytes(share(ranks), part) for ranks in _merged(scheme, rank, world_size)]
-        return sum(pushed) + _num_pulls(scheme, rank, world_size) * pull_bytes + _empty_bytes(scheme, rank, world_size)
+        pulled = _num_gathered(scheme, rank, world_size, num_owners) * pull_bytes
+        return sum(pushed) + pulled + _empty_bytes(scheme, rank, world_size)
 
     grows = any(push.is_dense(share(ranks), part) for ranks in _merged(scheme, 0, world_size))
     pull_bytes = pull.message_bytes(part.size if grows else share(world_size), part)
@@ -208,12 +199,11 @@ def _merged(scheme: Scheme, rank: int, world_size: int) -> list[int]:
     return merged
 
 
-def _num_pulls(scheme: Scheme, rank: int, world_size: int) -> int:
-    """How many sums a rank sends on the way back, its own or sums of others."""
-    num_owners = scheme.num_owners(world_size)
+def _num_gathered(scheme: Scheme, rank: int, world_size: int, num_origins: int) -> int:
+    """How many messages a rank sends, its own or others', where all ranks get one of each of the first ranks."""
     if scheme.pull_by is Communication.POINT_TO_POINT:
-        return world_size - 1 if rank < num_owners else 0
-    stages = gathering(GATHER_SCHEDULES[scheme.pull_by](rank, world_size), rank, num_owners)
+        return world_size - 1 if rank < num_origins else 0
+    stages = gathering(GATHER_SCHEDULES[scheme.pull_by](rank, world_size), rank, num_origins)
     return sum(len(stage.sends) for stage in stages)
 
 

@@ -44,7 +44,7 @@ def main(arguments: list[str]) -> int:
     if len(failures) <= MOST_AGAIN:
         print(f"::: once more, alone: {len(failures)} that failed", flush=True)
         os.environ.pop("THINWIRE_DURATIONS", None)  # they are written, of all tests
-        status, again = run(["-p", "no:xdist", *failures])
+        status, again = run(["-p", "no:xdist", "--continue-on-collection-errors", *failures])
         flaky = [name for name in failures if name not in again]
         failures = again
     print("\n".join(summary(failures, flaky)), flush=True)

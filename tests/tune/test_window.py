@@ -14,11 +14,16 @@ from thinwire.comm.machine import Machine
 from thinwire.sums.cost import Demand
 from thinwire.sums.named import DENSE
 from thinwire.sums.scheme import Communication, Scheme
-from thinwire.tune.prices import HOPELESS, price, prices, rivals
+from thinwire.tune.prices import HOPELESS, Price, offers_of, price, ranked, rivals
 from thinwire.tune.window import WINDOW_STEPS, Window
 
 FAST = Machine(2e-3, 3e-4, 2e-9, 2e-9, 1e-5, 1e-8, 1e-10, 1e-8, 1e-10, 1e-8, 1e-10)
 WORDS = Demand(4, 119_788, 128, 4, 2_314, 2_640)
+
+
+def prices(demand: Demand, machine: Machine | None = None) -> list[Price]:
+    """Return the prices of all candidates, the choice first."""
+    return ranked(offers_of(demand, machine))
 
 
 @given(st.integers(2, 16), st.floats(1.0, 50_000), st.floats(1.0, 3.0), st.sampled_from([1e-9, 1e-8, 1e-7]))

@@ -92,6 +92,7 @@ class PrivateGroup:
 
     Attributes:
         number: grows with each group of this process, so ranks have those of one parent in the same order.
+        name: that of the group, by which all its ranks know it if torch does.
     """
 
     MAX_BYTES = 4 << 20
@@ -100,6 +101,7 @@ class PrivateGroup:
     def __init__(self, make: Callable[[], dist.ProcessGroup], gather: Gather | None = None) -> None:
         before = set(_listening())
         self.process_group, self.number = make(), next(_numbers)
+        self.name = self.process_group.group_name
         self._addresses: set[Address] = set()
         self._sockets: dict[int, _Socket] = {}
         self._processes: list[list[Connected]] = []
@@ -108,8 +110,7 @@ class PrivateGroup:
             try:
                 self._agree(begun[0] if len(begun) == 1 else _NOWHERE, gather or self._gather)
             except BaseException as error:
-                self.shut_down()
-                self.destroy()
+                self.hang_up()
                 del self.process_group
                 forget_locals(error)  # what shutting down could not find closes with the last reference
                 raise
@@ -149,6 +150,11 @@ class PrivateGroup:
             with contextlib.suppress(OSError):
                 if not self._addresses.isdisjoint(_ends(own)):
                     own.shutdown(socket.SHUT_RDWR)
+
+    def hang_up(self) -> None:
+        """Shut the group down, and destroy it."""
+        self.shut_down()
+        self.destroy()
 
     def destroy(self) -> None:
         """Destroy the process group."""

@@ -48,6 +48,7 @@ def error_of(*arguments: str, columns: int = 300) -> str:
         (["plan", "--measure", "--job", "json.decoder:nosuch"], "json.decoder has no function 'nosuch'"),
         (["doctor", "json.nosuch:make"], "cannot import json.nosuch:make: No module named 'json.nosuch'"),
         (["doctor", "-m", "json.nosuch"], "cannot import -m json.nosuch: No module named 'json.nosuch'"),
+        (["analyze", "-m", "xml"], "cannot import -m xml: No module named 'xml.__main__'"),
         (["holder", "--status", "--stop"], "give one of --status, --stop"),
         (["holder", "--bind", "no such host"], "--bind no such host: "),
     ],

@@ -263,7 +263,9 @@ def existing_script(name: str) -> Path:
         ValueError: it is no Python; there is no such module.
     """
     if name.startswith("-m "):
-        spec_of(name.removeprefix("-m "), name)
+        spec = spec_of(module := name.removeprefix("-m "), name)
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec_of(f"{module}.__main__", name)
     elif not os.path.isfile(name):  # False also where the directory may not be entered
         raise FileNotFoundError(f"there is no script {name}: give the path of a Python file")
     else:

@@ -130,7 +130,8 @@ class PrivateGroup:
             for (local, remote), one in theirs:
                 if not self._addresses.isdisjoint((local, remote)):
                     self._sockets[rank] = one
-                    peers_at[_as_gloo_writes(remote)] = global_ranks[rank]
+                    ip = ipaddress.IPv6Address(remote[0])  # and as Gloo prints it, with the port in network byte order
+                    peers_at[f"[{ip.ipv4_mapped or ip}]:{socket.htons(remote[1])}"] = global_ranks[rank]
 
     def lost(self) -> set[int]:
         """Return the ranks to which the connection is gone or was shut down by one end.
@@ -211,12 +212,6 @@ def _address(name: tuple[str, int] | tuple[str, int, int, int]) -> Address:
     ip = ipaddress.ip_address(name[0].split("%")[0])
     mapped = ip if ip.version == 6 else ipaddress.ip_address(f"::ffff:{ip}")
     return mapped.packed, name[1]
-
-
-def _as_gloo_writes(address: Address) -> str:
-    """Return an address as Gloo prints it, with the port still in network byte order."""
-    ip = ipaddress.IPv6Address(address[0])
-    return f"[{ip.ipv4_mapped or ip}]:{socket.htons(address[1])}"
 
 
 def _packed(address: Address) -> bytes:

@@ -265,8 +265,7 @@ def _gather(data: bytes, group: dist.ProcessGroup, limit: timedelta, notes: Note
             raise CorruptHeaderError(f"rank {dist.get_process_group_ranks(group)[rank]} announces {size:,} bytes")
     rows = torch.zeros(group.size(), max(sizes), dtype=torch.uint8)
     rows[group.rank(), : len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    rows = rows.to(device)
-    _all_reduce(rows, group, limit, notes)
+    _all_reduce(rows := rows.to(device), group, limit, notes)
     return [row[:size].numpy().tobytes() for row, size in zip(rows.cpu(), sizes, strict=True)]
 
 

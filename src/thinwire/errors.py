@@ -64,7 +64,9 @@ class LostPeerError(PeerError):
     name the same one.
     """
 
-    rank: int | None = None
+    def __init__(self, message: object = "", rank: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
 
 
 class MissingPackageError(ThinwireError, ImportError):

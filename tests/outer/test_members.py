@@ -393,6 +393,17 @@ def _in_a_long_step(context: RankContext, port: int) -> tuple[float, float, list
 
 
 @pytest.mark.timeout(120)
+def test_a_store_whose_host_has_ended_is_said_at_once() -> None:
+    """Torch tries again and again to connect, for as long as the store's own timeout says: five minutes."""
+    host = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", host.port, 2, timeout=timedelta(seconds=60), wait_for_workers=False)
+    del host
+    began = time.monotonic()
+    with pytest.raises(LostPeerError, match="the store in which ranks meet cannot be reached"):
+        Members(client, 0, 2)
+    assert time.monotonic() - began < 30.0
+
+
 def test_a_rank_in_a_long_step_is_waited_for_when_another_one_dies() -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     outcomes = run_ranks(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch import Tensor
 from loopback import LoopbackExchange, run_ranks
 from thinwire.comm.channel import Channel, Subject
 from thinwire.errors import CorruptMessageError
+from thinwire.reproducible import gradients
 from thinwire.reproducible.exact import ExactSum
 from thinwire.reproducible.owned import ExactMean
 from thinwire.rows import floats
@@ -110,3 +113,27 @@ def test_a_message_that_is_none_is_refused(words: list[float], text: str) -> Non
 
     for outcome in run_ranks(2, run):
         outcome.get()
+
+
+def test_terms_travel_in_messages_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a model in float64 took one message of a size that no rank accepts."""
+    monkeypatch.setattr(gradients, "TERMS_AT_ONCE", 2, raising=False)
+    gather, sizes = gradients.gather_bytes, list[int]()
+
+    def noted(exchange: Any, what: str, data: bytes, *limit: int) -> list[bytes]:
+        sizes.append(len(data))
+        return gather(exchange, what, data, *limit)
+
+    monkeypatch.setattr(gradients, "gather_bytes", noted)
+
+    def run(exchange: LoopbackExchange) -> list[tuple[int, float]]:
+        total = ExactSum(torch.zeros(8, dtype=torch.float64))
+        ids = torch.arange((0, 4, 5)[exchange.rank])
+        total.terms.append((ids, (ids + 0.5 * exchange.rank).double()))
+        lane: Any = SimpleNamespace(exchange=exchange)
+        pairs = [torch.stack([ids, terms], 1) for ids, terms in gradients._gathered_terms(lane, "sums", total)]
+        return sorted(map(tuple, torch.cat(pairs).tolist()))
+
+    expected = sorted([(n, n + 0.5) for n in range(4)] + [(n, n + 1.0) for n in range(5)])
+    assert [outcome.get() for outcome in run_ranks(3, run)] == [expected] * 3
+    assert max(sizes) <= 2 * 16

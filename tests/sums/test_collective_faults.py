@@ -196,6 +196,19 @@ def test_ranks_that_sum_different_things_raise_on_all_of_them(change: dict[str, 
     assert results(run_collectives(4, run)) == [True] * 4
 
 
+@pytest.mark.parametrize("before", [900, 1000, 5000])
+def test_the_first_difference_is_named_wherever_it_is(before: int) -> None:
+    """Of what did not fit one message, ranks said no more than that it differs."""
+
+    def run(exchange: LoopbackCollectives) -> Any:
+        table = "x" * before + (".other" if exchange.rank == 2 else ".words")
+        with pytest.raises(MismatchError, match=r"\.other: torch\.float32 \[40, 2\]"):
+            CollectiveSum(exchange).all_reduce([NamedGradient(table, torch.ones(40, 2))], schemes.ZEN)
+        return True
+
+    assert results(run_collectives(4, run)) == [True] * 4
+
+
 def changing(call: int, change: Callable[[Tensor], None]) -> Callable[[int], Tamper]:
     """Change what rank 1 receives in one of its calls."""
 

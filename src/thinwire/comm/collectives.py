@@ -22,7 +22,6 @@ from thinwire.observe.step import named
 MOST_PADDING = 1.25
 """Largest ratio of padded to exact bytes of an all-gather. A ring passes each payload on and crosses the link of a host
 once, where direct sends cross it once for each rank there; but it needs equal sizes, and so memory for the padding."""
-TEXT_BYTES = 4096
 
 
 def is_padded(sizes: Sequence[int]) -> bool:
@@ -147,19 +146,19 @@ class Collectives:
             moved = ring_all_reduce_bytes(tensor.nbytes, self.world_size)
             self._count((self.rank + 1) % self.world_size, moved, moved)
 
-    def texts(self, text: str, device: torch.device) -> list[str]:
-        """Return the text of each rank, cut to `TEXT_BYTES`; the host waits. For errors, whose bytes are not counted.
+    def texts(self, text: str, device: torch.device, most: int = 4096) -> list[str]:
+        """Return the text of each rank, cut to some bytes; the host waits. For errors, whose bytes are not counted.
 
         Example:
             >>> exchange.texts("out of memory", torch.device("cuda"))  # doctest: +SKIP
             ['', 'out of memory']
         """
-        mine = torch.frombuffer(bytearray(text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")), dtype=torch.uint8)
+        mine = torch.frombuffer(bytearray(text.encode()[:most].ljust(most, b"\0")), dtype=torch.uint8)
         outgoing = mine.to(device)
-        incoming = outgoing.new_empty(self.world_size * TEXT_BYTES)
+        incoming = outgoing.new_empty(self.world_size * most)
         self._run(self._all_gather, incoming, outgoing)
         data = incoming.cpu().numpy().tobytes()
-        ends = accumulate([TEXT_BYTES] * self.world_size, initial=0)
+        ends = accumulate([most] * self.world_size, initial=0)
         return [data[start:end].rstrip(b"\0").decode(errors="replace") for start, end in pairwise(ends)]
 
     def find_hosts(self, device: torch.device) -> None:

@@ -92,6 +92,7 @@ class PrivateGroup:
 
     Attributes:
         number: grows with each group of this process, so ranks have those of one parent in the same order.
+        name: that of the group, by which all its ranks know it if torch does.
     """
 
     MAX_BYTES = 4 << 20
@@ -100,6 +101,7 @@ class PrivateGroup:
     def __init__(self, make: Callable[[], dist.ProcessGroup], gather: Gather | None = None) -> None:
         before = set(_listening())
         self.process_group, self.number = make(), next(_numbers)
+        self.name = self.process_group.group_name
         self._addresses: set[Address] = set()
         self._sockets: dict[int, _Socket] = {}
         self._processes: list[list[Connected]] = []
@@ -108,8 +110,7 @@ class PrivateGroup:
             try:
                 self._agree(begun[0] if len(begun) == 1 else _NOWHERE, gather or self._gather)
             except BaseException as error:
-                self.shut_down()
-                self.destroy()
+                self.hang_up()
                 del self.process_group
                 forget_locals(error)  # what shutting down could not find closes with the last reference
                 raise
@@ -129,7 +130,8 @@ class PrivateGroup:
             for (local, remote), one in theirs:
                 if not self._addresses.isdisjoint((local, remote)):
                     self._sockets[rank] = one
-                    peers_at[_as_gloo_writes(remote)] = global_ranks[rank]
+                    ip = ipaddress.IPv6Address(remote[0])  # and as Gloo prints it, with the port in network byte order
+                    peers_at[f"[{ip.ipv4_mapped or ip}]:{socket.htons(remote[1])}"] = global_ranks[rank]
 
     def lost(self) -> set[int]:
         """Return the ranks to which the connection is gone or was shut down by one end.
@@ -149,6 +151,11 @@ class PrivateGroup:
             with contextlib.suppress(OSError):
                 if not self._addresses.isdisjoint(_ends(own)):
                     own.shutdown(socket.SHUT_RDWR)
+
+    def hang_up(self) -> None:
+        """Shut the group down, and destroy it."""
+        self.shut_down()
+        self.destroy()
 
     def destroy(self) -> None:
         """Destroy the process group."""
@@ -205,12 +212,6 @@ def _address(name: tuple[str, int] | tuple[str, int, int, int]) -> Address:
     ip = ipaddress.ip_address(name[0].split("%")[0])
     mapped = ip if ip.version == 6 else ipaddress.ip_address(f"::ffff:{ip}")
     return mapped.packed, name[1]
-
-
-def _as_gloo_writes(address: Address) -> str:
-    """Return an address as Gloo prints it, with the port still in network byte order."""
-    ip = ipaddress.IPv6Address(address[0])
-    return f"[{ip.ipv4_mapped or ip}]:{socket.htons(address[1])}"
 
 
 def _packed(address: Address) -> bytes:

@@ -20,17 +20,25 @@ def parsed(path: Path) -> ast.Module:
         raise ValueError(f"{where}: {error.msg}") from error
 
 
-def top_level(module: str, target: str) -> ModuleSpec:
-    """Return the top-level package of a module, in the working directory or ``sys.path``; nothing is imported.
+def spec_of(module: str, target: str) -> ModuleSpec | None:
+    """Return where a module is, in the working directory or ``sys.path``; nothing is imported.
 
     Args:
         target: what the user wrote, for the error.
 
+    Returns:
+        None for a module that only its parent knows, such as ``os.path``.
+
     Raises:
         ValueError: there is none.
     """
-    top = module.partition(".")[0]
-    spec = PathFinder.find_spec(top, [os.getcwd()]) or importlib.util.find_spec(top)
+    name, *inner = module.split(".")
+    spec = PathFinder.find_spec(name, [os.getcwd()]) or importlib.util.find_spec(name)
+    while spec is not None and inner:
+        if spec.submodule_search_locations is None:
+            return None
+        name = f"{name}.{inner.pop(0)}"
+        spec = PathFinder.find_spec(name, spec.submodule_search_locations)
     if spec is None:
-        raise ValueError(f"cannot import {target}: No module named {top!r}; run from the directory that holds it")
+        raise ValueError(f"cannot import {target}: No module named {name!r}; run from the directory that holds it")
     return spec

@@ -32,7 +32,7 @@ from torch.distributed.constants import default_pg_timeout
 from thinwire.comm.c10d import default_store, set_timeout, timeout_of, unregistered_group
 from thinwire.comm.channel import Draft, Subject
 from thinwire.comm.connections import PrivateGroup
-from thinwire.comm.lane import EXIT_SECONDS, Lane, beside
+from thinwire.comm.lane import EXIT_SECONDS, Lane, beside, cloned
 from thinwire.comm.process_group import Staging
 from thinwire.errors import CorruptMessageError, LostPeerError, MismatchError, ThinwireError, logger, told
 from thinwire.gradients.steps.state import packed, unpacked
@@ -123,6 +123,7 @@ class Members:
 
     Raises:
         ValueError: a rank or world size out of range, or no store.
+        LostPeerError: nobody answers where the store is.
 
     Example:
         >>> store = torch.distributed.TCPStore("store.example", 29400)             # doctest: +SKIP
@@ -537,7 +538,9 @@ def _live(members: weakref.ref[Members], number: int) -> None:
 
 def _own(store: dist.Store) -> dist.Store:
     """Return a connection of our own: a wait on the user's would block what is asked meanwhile."""
-    return store.clone()  # type: ignore[attr-defined]
+    if (clone := cloned(store)) is None:
+        raise LostPeerError("the store in which ranks meet cannot be reached: it has to outlive them")
+    return clone
 
 
 def _written(generation: Generation) -> str:

@@ -20,6 +20,8 @@ from thinwire.sums import owners
 from thinwire.sums.lossless import Half
 
 NONE, DENSE, SPARSE, FROZEN = "-dsf"
+TERMS_AT_ONCE = 1 << 20
+"""Most terms of a message, of 16 bytes: a model in float64 can have one for each value."""
 
 
 class Gradients:
@@ -248,19 +250,21 @@ def _gathered_terms(lane: Lane, what: str, total: ExactSum) -> list[tuple[Tensor
     """Return the terms of the sums of all ranks, which have few."""
     ids = torch.cat([ids.cpu() for ids, _ in total.terms] or [torch.empty(0, dtype=torch.int64)])
     terms = torch.cat([terms.cpu() for _, terms in total.terms] or [torch.empty(0, dtype=torch.float64)])
-    found = []
-    for data in gather_bytes(lane.exchange, f"terms of {what}", ids.numpy().tobytes() + terms.numpy().tobytes()):
-        words = _words(data, what)
-        if words.numel() % 2:
-            raise CorruptMessageError(f"{what}: {words.numel()} words are no pairs")
-        theirs, values = words.view(2, -1)
-        if theirs.numel() and not 0 <= int(theirs.min()) <= int(theirs.max()) < total.values.numel():
-            raise CorruptMessageError(f"{what}: a term of an element that is not there")
-        found.append((theirs, values.view(torch.float64)))
-    return found
+    most, start, pairs, more = 16 * TERMS_AT_ONCE, 0, list[tuple[Tensor, Tensor]](), True
+    while more:
+        part = slice(start, start + TERMS_AT_ONCE)
+        mine = ids[part].numpy().tobytes() + terms[part].numpy().tobytes()
+        gathered, start = gather_bytes(lane.exchange, f"terms of {what}", mine, most), part.stop
+        more = max(map(len, gathered)) == most  # as all ranks see
+        for data in gathered:
+            theirs, values = _words(data, what, 16).view(2, -1)
+            if theirs.numel() and not 0 <= int(theirs.min()) <= int(theirs.max()) < total.values.numel():
+                raise CorruptMessageError(f"{what}: a term of an element that is not there")
+            pairs.append((theirs, values.view(torch.float64)))
+    return pairs
 
 
-def _words(data: bytes, what: str) -> Tensor:
-    if len(data) % 8:
-        raise CorruptMessageError(f"{what}: {len(data)} bytes are no words of 8")
+def _words(data: bytes, what: str, size: int = 8) -> Tensor:
+    if len(data) % size:
+        raise CorruptMessageError(f"{what}: {len(data)} bytes are no words of {size}")
     return torch.frombuffer(bytearray(data), dtype=torch.int64) if data else torch.empty(0, dtype=torch.int64)

@@ -758,7 +758,10 @@ class _Call(Attempts):
         return numbers
 
     def _raise_mismatch(self) -> NoReturn:
-        texts = self.exchange.texts(self.text, self.device)
+        sizes = torch.full((self.world_size, 1), len(self.text.encode()), dtype=torch.int64, device=self.device)
+        texts = self.exchange.texts(
+            self.text, self.device, min(1 << 20, int(self.exchange.numbers(sizes).received.max()))
+        )
         peer = next((peer for peer, text in enumerate(texts) if text != texts[self.rank]), self.rank)
         ours, theirs = first_difference(texts[self.rank], texts[peer])
         error = MismatchError(

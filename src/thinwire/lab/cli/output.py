@@ -19,7 +19,7 @@ from rich.text import Text
 
 from thinwire.errors import MissingPackageError
 from thinwire.lab.missing import missing_package, naming
-from thinwire.lab.sources import parsed, top_level
+from thinwire.lab.sources import parsed, spec_of
 
 STDOUT = Path("-")
 PIPE_COLUMNS = 160
@@ -260,11 +260,12 @@ def existing_script(name: str) -> Path:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is no Python; there is no package of this module. Where the module is looked for in it, the
-            package is imported.
+        ValueError: it is no Python; there is no such module.
     """
     if name.startswith("-m "):
-        top_level(name.removeprefix("-m "), name)
+        spec = spec_of(module := name.removeprefix("-m "), name)
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec_of(f"{module}.__main__", name)
     elif not os.path.isfile(name):  # False also where the directory may not be entered
         raise FileNotFoundError(f"there is no script {name}: give the path of a Python file")
     else:

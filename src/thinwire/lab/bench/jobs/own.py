@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from thinwire.gradients.parameters import broadcast_all
 from thinwire.lab.analyze.failure import first_error
-from thinwire.lab.sources import parsed, top_level
+from thinwire.lab.sources import parsed, spec_of
 from thinwire.lab.testbed.launch import RanksFailed
 
 if TYPE_CHECKING:
@@ -74,8 +74,7 @@ class OwnJob:
             raise ValueError(f"{text!r} does not name a job: give {FORM}")
         if source.endswith(".py") and not Path(source).is_file():
             raise ValueError(f"there is no file {source}: give {FORM}")
-        file = Path(source) if source.endswith(".py") else _file_of(text)
-        if file is not None and not _may_define(file, function):
+        if not _may_have(source, function, text):
             raise ValueError(f"{source} has no function {function!r}: give {FORM}")
         return cls(text)
 
@@ -189,15 +188,19 @@ def share_parameters(model: nn.Module) -> None:
     broadcast_all(filter(torch.is_floating_point, tensors), group)
 
 
-def _file_of(text: str) -> Path | None:
-    """Return the file of the module of a text, in the working directory or ``sys.path``; None if only an import can.
+def _may_have(source: str, function: str, text: str) -> bool:
+    """Whether a file or a module may have a function; only modules that are part of Python are imported for that.
 
     Raises:
-        ValueError: there is no such module, or no such package of a module.
+        ValueError: there is no such module; or its file is no Python.
     """
-    module = text.rpartition(":")[0]
-    spec = top_level(module, text)
-    return Path(spec.origin) if "." not in module and spec.origin and spec.origin.endswith(".py") else None
+    spec = None if source.endswith(".py") else spec_of(source, text)
+    path = source if spec is None else spec.origin or ""
+    if path.endswith(".py"):
+        return _may_define(Path(path), function)
+    if path in ("built-in", "frozen"):
+        importlib.import_module(source)
+    return source not in sys.modules or hasattr(sys.modules[source], function)
 
 
 def _may_define(path: Path, name: str) -> bool:

@@ -338,9 +338,8 @@ def train(context: RankContext, name: str, first: int, seconds: float, is_logged
 
 def interval(figure: Callable[[np.ndarray], float], rounds: int) -> list[float]:
     """Return a figure of rounds, which it is given the indices of, and the ends of its interval of 95 %."""
-    block = min(BLOCK, rounds)
-    starts = np.random.default_rng(0).integers(0, rounds - block + 1, (RESAMPLES, -(-rounds // block)))
-    samples = (starts[..., None] + np.arange(block)).reshape(RESAMPLES, -1)
+    starts = np.random.default_rng(0).integers(0, rounds, (RESAMPLES, -(-rounds // BLOCK)))
+    samples = ((starts[..., None] + np.arange(BLOCK)) % rounds).reshape(RESAMPLES, -1)[:, :rounds]
     return [figure(np.arange(rounds)), *np.quantile([figure(sample) for sample in samples], (0.025, 0.975)).tolist()]
 
 

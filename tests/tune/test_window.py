@@ -14,16 +14,15 @@ from thinwire.comm.machine import Machine
 from thinwire.sums.cost import Demand
 from thinwire.sums.named import DENSE
 from thinwire.sums.scheme import Communication, Scheme
-from thinwire.tune.prices import HOPELESS, Price, offers_of, price, ranked, rivals
+from thinwire.tune.prices import HOPELESS, Price, offers_of, price, rivals
 from thinwire.tune.window import WINDOW_STEPS, Window
 
 FAST = Machine(2e-3, 3e-4, 2e-9, 2e-9, 1e-5, 1e-8, 1e-10, 1e-8, 1e-10, 1e-8, 1e-10)
 WORDS = Demand(4, 119_788, 128, 4, 2_314, 2_640)
 
 
-def prices(demand: Demand, machine: Machine | None = None) -> list[Price]:
-    """Return the prices of all candidates, the choice first."""
-    return ranked(offers_of(demand, machine))
+def by_bytes(demand: Demand, machine: Machine | None = None) -> list[Price]:
+    return sorted(offers_of(demand, machine), key=lambda offer: offer.weighted_bytes)
 
 
 @given(st.integers(2, 16), st.floats(1.0, 50_000), st.floats(1.0, 3.0), st.sampled_from([1e-9, 1e-8, 1e-7]))
@@ -31,7 +30,7 @@ def test_all_that_may_be_tried_add_in_the_order_of_ranks(
     world_size: int, held: float, growth: float, byte_seconds: float
 ) -> None:
     demand = Demand(world_size, 100_000, 64, 4, held, min(100_000.0, held * growth))
-    offers = prices(demand, replace(FAST, byte_seconds=byte_seconds))
+    offers = by_bytes(demand, replace(FAST, byte_seconds=byte_seconds))
     tried = rivals(offers)
     schemes = [offer.scheme for offer in tried]
     assert all(isinstance(point, Scheme) and point.communication is Communication.POINT_TO_POINT for point in schemes)
@@ -42,9 +41,9 @@ def test_all_that_may_be_tried_add_in_the_order_of_ranks(
 
 
 def test_where_bytes_decide_or_are_few_nothing_is_tried() -> None:
-    assert rivals(prices(WORDS, FAST))
-    assert rivals(prices(WORDS, replace(FAST, byte_seconds=8e-8))) == []
-    assert rivals(prices(replace(WORDS, held=10, union=20), FAST)) == []
+    assert rivals(by_bytes(WORDS, FAST))
+    assert rivals(by_bytes(WORDS, replace(FAST, byte_seconds=8e-8))) == []
+    assert rivals(by_bytes(replace(WORDS, held=10, union=20), FAST)) == []
 
 
 def window_of(demands: list[Demand], machine: Machine | None = FAST) -> Window:
@@ -69,7 +68,7 @@ def test_equal_batches_take_one_scheme() -> None:
         window.know(None, ())
         choice = window.observe(WORDS)
         assert step == 0 or choice == window.choice
-    assert window.choice == prices(WORDS)[0].scheme
+    assert window.choice == by_bytes(WORDS)[0].scheme
 
 
 @pytest.mark.parametrize("stream", ["alternating", "uniform", "long-tailed"])

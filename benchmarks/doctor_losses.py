@@ -41,9 +41,9 @@ def train_rank(context: RankContext, name: str, steps: int, rate: float, seed: i
     clock.close()
 
 
-def held_out(name: str, steps: int, rate: float, codec: list[str] | None) -> list[float]:
+def held_out(name: str, steps: int, rate: float, codec: str | None) -> list[float]:
     """Return the held-out losses of full trainings, one for each seed."""
-    advice = Advice("dense", attaches=False) if codec is None else Advice("lossy", True, codec[0], codec[1])
+    advice = Advice("dense", None) if codec is None else Advice("lossy", codec)
     with tempfile.TemporaryDirectory() as directory:
         log = Path(directory) / "losses"
         for seed in SEEDS:
@@ -75,7 +75,7 @@ def judged(name: str, link: str, steps: int, with_refused: bool) -> dict[str, An
         is_taken = taken.startswith(row["method"])
         if is_taken or not row["refused"] or with_refused:
             try:
-                ends = held_out(name, steps, row["rate"], row["codec"])
+                ends = held_out(name, steps, row["rate"], row["method"])
                 full = statistics.fmean(end / base - 1.0 for end, base in zip(ends, dense_losses, strict=True))
             except RuntimeError as error:
                 ends, full = [], None

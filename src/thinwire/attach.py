@@ -160,15 +160,14 @@ class _Grouped:
     """The argument ``dense``, taken apart: what groups gradients, and how each of them travels."""
 
     dense: Any
-    policy: Policy | None = None
-    plan: Plan | None = None
+    grouping: Policy | Plan | None = None
 
     @classmethod
     def of(cls, dense: Any) -> _Grouped:
         if isinstance(dense, Plan):
-            return cls(dense.dense(), plan=dense)
+            return cls(dense.dense(), dense)
         if callable(getattr(dense, "groups", None)) and not isinstance(dense, type):
-            return cls(getattr(dense, "dense", NATIVE), policy=dense)
+            return cls(getattr(dense, "dense", NATIVE), dense)
         return cls(dense)
 
     def patterns(self) -> list[str]:
@@ -178,9 +177,8 @@ class _Grouped:
 
     def check(self, model: nn.Module, is_on_cpu: bool) -> None:
         """Raise ValueError for a plan or a policy that this model cannot follow."""
-        plan, policy = self.plan, self.policy
-        grouping, is_ddp = plan if policy is None else policy, isinstance(model, DistributedDataParallel)
-        if grouping is not None and (is_sharded(model) or (is_ddp and grouping is policy)):
+        grouping, is_ddp = self.grouping, isinstance(model, DistributedDataParallel)
+        if grouping is not None and (is_sharded(model) or (is_ddp and not isinstance(grouping, Plan))):
             raise ValueError(
                 "DDP fixed its buckets when it was built, so no policy can group gradients: attach the plain module"
                 " instead; or make a plan with `thinwire plan --measure`, and build"
@@ -189,7 +187,7 @@ class _Grouped:
                 else "FSDP decides which gradients travel together: pass the compressor itself as dense=, and neither a"
                 " plan nor a policy of thinwire.fuse"
             )
-        if policy is None and (plan is None or not plan.fallback):
+        if grouping is None or (isinstance(grouping, Plan) and not grouping.fallback):
             return
         why = "they are on another device, whose work the clock of the processor does not see" if not is_on_cpu else ""
         if torch.are_deterministic_algorithms_enabled():
@@ -202,9 +200,9 @@ class _Grouped:
 
     def intent(self, names: tuple[str, ...], is_ddp: bool, is_on_cpu: bool) -> Intent | None:
         """Return what the synchronizer is to follow, or None."""
-        plan = self.plan
-        if plan is None:
-            return None if self.policy is None else Intent(names, (self.policy,))
+        plan = self.grouping
+        if not isinstance(plan, Plan):
+            return None if plan is None else Intent(names, (plan,))
         policies, seconds = () if is_ddp else default_policies(), (plan.predicted_seconds, plan.dense_seconds)
         is_watched = is_on_cpu and not torch.are_deterministic_algorithms_enabled()
         return Intent(names, policies, plan.jobs, *seconds, plan.fallback, is_watched)
@@ -221,10 +219,10 @@ def _methods(
     sharding = sharding_of(model)
     if sharding is not None:
         return sharding.methods(grouped.dense)
-    if grouped.plan is not None:
-        grouped.plan.check(parameters, group.size())
+    if isinstance(plan := grouped.grouping, Plan):
+        plan.check(parameters, group.size())
         if isinstance(model, DistributedDataParallel):
-            check_buckets(model, grouped.plan.jobs)
+            check_buckets(model, plan.jobs)
     return Methods.of(grouped.dense, parameters, others, group.size())
 
 

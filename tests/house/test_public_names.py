@@ -22,6 +22,7 @@ from thinwire import compress, errors, fuse, schemes
 from thinwire.compress.named import NAMES, construct
 from thinwire.lab.bench.design_space import points
 from thinwire.plan import Group, Plan
+from thinwire.plan.plan import fingerprint
 from thinwire.plan.policy import POLICIES
 
 PACKAGES = ("thinwire", "thinwire.plan", "thinwire.checkpoint")
@@ -89,6 +90,7 @@ def _imported(name: str) -> object:
 def test_a_scheme_is_shown_as_the_text_that_makes_it() -> None:
     for name in ("ZEN", "AGSPARSE", "DENSE", "OMNIREDUCE"):
         assert repr(getattr(schemes, name)) == name
+    assert compress.top_k(0.1).by(schemes.ZEN) == compress.top_k(0.1).by("zen"), "by its name"
     assert repr(schemes.TwoLevel(schemes.ZEN)) == "TwoLevel(between=ZEN, hosts=None)"
     for scheme in (*schemes.NAMED.values(), *points()):
         assert eval(repr(scheme), vars(schemes).copy()) == scheme
@@ -132,7 +134,7 @@ def test_a_synchronizer_says_what_it_synchronizes() -> None:
 
 
 @pytest.mark.usefixtures("alone")
-def test_how_each_parameter_travels_is_printed_before_the_first_step_and_can_be_passed_on() -> None:
+def test_how_each_parameter_travels_is_printed_before_the_first_step_and_can_be_passed_on(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Embedding(90, 64, sparse=True), *(nn.Linear(64, 64) for _ in range(3)))
     rules = {"1.*": "auto", "2.weight": compress.top_k(0.01).by("two_shot"), "*": "native"}
     sync = thinwire.attach(model, dense=rules)
@@ -145,6 +147,13 @@ def test_how_each_parameter_travels_is_printed_before_the_first_step_and_can_be_
     again = thinwire.attach(model, dense=methods)
     assert again.methods == methods
     again.detach()
+    how = {name: one for name, one in methods.items() if name != "0.weight"}  # a table
+    groups = [Group.of([name], model.get_parameter(name).nbytes, one) for name, one in how.items()]
+    shapes = [compress.Parameter(name, tuple(model.get_parameter(name).shape)) for name in how]
+    Plan(1, fingerprint(shapes), tuple(groups), 0.1, 0.2).save(tmp_path / "plan.json")
+    planned = thinwire.attach(model, dense=Plan.load(tmp_path / "plan.json"))
+    assert {name: planned.methods[name] for name in how} == how
+    planned.detach()
     alike = thinwire.attach(model, dense={"2.weight": compress.bf16()})
     assert alike.table() == [], "of all that is summed alike there is one row"
     alike.detach()

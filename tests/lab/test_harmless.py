@@ -197,7 +197,7 @@ def test_a_real_run_is_the_same_before_and_after_its_script_is_measured(real_run
     measured = measure_script(script, ["1000000"], 2, How((), steps=2))
     assert everything(real_run) == before, "the doctor measures"
     (stock, *_) = price_options(measured, ())
-    (row,) = try_script(script, ["1000000"], [(stock, Advice(stock.name, attaches=False))], measured, None)
+    (row,) = try_script(script, ["1000000"], [(stock, Advice(stock.name, None))], measured, None)
     assert row.measured_step_seconds, row.failure
     assert everything(real_run) == before, "the doctor tries"
     assert measure_on_hosts(TrainingTarget("train.py:make"), How((), steps=2), 2, 1, Link(None), print).world_size == 2

@@ -273,7 +273,11 @@ def refuse(context: RankContext) -> None:
         model = Net(False)
         return fully_shard(model, mesh=mesh["host"], ignored_params={model.table.weight})
 
-    refuses(r"FSDP ignores parameter 'table\.weight'", ignoring, group=hosts)
+    refuses(r"FSDP ignores parameter 'table\.weight'.* or pass exclude=", ignoring, group=hosts)
+    model = ignoring()
+    nn.init.constant_(model.table.weight, context.rank)
+    attached(model, LOCAL, hosts, exclude="table.weight").detach()
+    assert float(model.table.weight.min()) == float(model.table.weight.max()) == context.rank, "left alone"
     sync = attached(inside("fsdp", mesh), LOCAL, hosts)
     state = sync.state_dict()
     with pytest.raises(ValueError, match=f"a state of shard 7, and here is shard {context.rank}"):

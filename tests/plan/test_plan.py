@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 import thinwire
-from thinwire.compress.assign import assign
+from compressors import COMPRESSORS, FEEDBACK
+from thinwire import compress, schemes
+from thinwire.compress.assign import EXACT, LeaveSmall, Method, assign, leave_small
 from thinwire.compress.base import Exchanged, Parameter
-from thinwire.compress.named import NAMES, parse, split
-from thinwire.compress.wrappers import code_of, core_of
+from thinwire.compress.wrappers import core_of
 from thinwire.lab.cli.main import app
 from thinwire.plan.plan import STOCK, VERSION, Candidate, Group, Plan, fingerprint
 
@@ -76,6 +77,66 @@ def test_every_plan_survives_json(
         candidates=(),
     )
     assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+
+
+def from_file(group: Group) -> Group:
+    return Group(**json.loads(json.dumps(group.to_json())))
+
+
+exchanges = st.sampled_from(["auto", "all_gather", "two_shot", "zen", "two_level:zen", schemes.ZEN, schemes.AGSPARSE])
+compressors = st.sampled_from([*COMPRESSORS.values(), *FEEDBACK.values(), compress.dgc(0.1, steps_per_epoch=9)])
+methods = st.one_of(st.sampled_from(EXACT), compressors, st.builds(lambda one, by: one.by(by), compressors, exchanges))
+values = methods | st.builds(
+    leave_small, compressors, st.integers(0, 9999), st.integers(0, 3), rest=st.sampled_from(EXACT)
+)
+
+
+@given(values, st.booleans())
+def test_every_value_of_dense_for_a_gradient_survives_a_file(how: Method | LeaveSmall, joins: bool) -> None:
+    group = from_file(Group.of(["a", "b"], 4096, how, joins))
+    assert group == Group.of(["a", "b"], 4096, how, joins)
+    for parameter in PARAMETERS:
+        expected = how(parameter) if isinstance(how, LeaveSmall) else how
+        expected = expected.by("auto") if isinstance(expected, compress.Compressor) else expected
+        assert group.method(parameter) == expected
+
+
+@given(st.lists(methods, min_size=len(PARAMETERS), max_size=len(PARAMETERS)))
+def test_what_travels_by_a_plan_is_what_its_parameters_were_given(hows: list[Method]) -> None:
+    """As `sync.methods` has it; error feedback is added on both sides."""
+    each = dict(zip((parameter.name for parameter in PARAMETERS), hows, strict=True))
+    groups = [from_file(Group.of([name], 4, how, index > 0)) for index, (name, how) in enumerate(each.items())]
+    assert assign(plan_of(groups=tuple(groups)).dense(), PARAMETERS) == assign(each, PARAMETERS)
+
+
+class Mine(compress.Identity):
+    name = "mine"
+
+
+HOSTS = schemes.TwoLevel(schemes.ZEN, hosts=((0, 1), (2, 3)))
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        (Mine(), "mine is none that the constructors of thinwire.compress make"),
+        (compress.top_k(0.1).by(HOSTS), "a plan stores names, such as all_gather or zen"),
+        (compress.top_k(0.1).by(replace(schemes.ZEN, seed=7)), "a plan stores names"),
+        (lambda parameter: "native", "leave_small got <function"),
+        ("zen", "dense='zen'; legal are native, lossless, auto"),
+        (leave_small(compress.bf16(), rest=compress.top_k(0.1)), r"dense=top_k\(0.1\)"),
+    ],
+)
+def test_what_has_no_text_is_no_group_of_a_plan(how: Any, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        Group.of(["a"], 4, how)
+
+
+def test_a_file_has_what_earlier_versions_read_unless_a_group_needs_more() -> None:
+    first = ["parameters", "size_bytes", "compressor", "exchange"]
+    assert list(Group.of(["a"], 4, leave_small(compress.bf16())).to_json()) == first
+    assert list(Group.of(["a"], 4, compress.bf16()).to_json()) == [*first, "min_elements", "min_dimensions"]
+    assert Group.of(["a"], 4, "auto").to_json()["dense"] == "auto"
 
 
 JOINED = (
@@ -144,9 +205,14 @@ def test_what_is_no_plan_is_refused(changes: dict[str, Any], says: str) -> None:
     [
         ({"parameters": ()}, "has no parameters"),
         ({"size_bytes": -1}, "-1 bytes"),
-        ({"exchange": "zen"}, "legal are all_reduce, all_gather, two_shot"),
+        ({"parameters": "a"}, "has no parameters, but 'a'"),
+        ({"exchange": 3}, "exchange=3; a plan stores names, such as all_gather or zen"),
+        ({"dense": "exact"}, "dense='exact'; legal are native, lossless, auto"),
+        ({"joins": "no"}, "joins='no'"),
         ({"compressor": "top_q"}, "unknown compressor 'top_q'"),
+        ({"compressor": "error_feedback:inner=top_q"}, "unknown compressor 'top_q'"),
         ({"compressor": "top_k:density=2"}, "density"),
+        ({"compressor": "bf16", "min_elements": -1}, "use limits of at least 0"),
     ],
 )
 def test_what_is_no_group_is_refused(changes: dict[str, Any], says: str) -> None:
@@ -234,18 +300,3 @@ def test_show_prints_what_a_plan_explains(tmp_path: Path) -> None:
     refused = CliRunner().invoke(app, ["plan", "show", str(tmp_path / "none.json")])
     assert refused.exit_code == 2
     assert "cannot read the plan" in refused.output
-
-
-def test_a_text_names_a_compressor() -> None:
-    assert parse("top_k:density=0.001:values=bf16").name == "top_k(0.001, values=bf16)"
-    assert split("qsgd:bits=4:x=y") == ("qsgd", {"bits": 4, "x": "y"})
-    coded = [code_of(parse(name)) for name in NAMES if name not in ("threshold", "hi_top_k")]
-    assert {code.packed_bytes(PARAMETERS[0]) is not None for code in coded} == {True, False}
-    for text, says in {
-        "topk": "unknown compressor 'topk'; legal are acp_sgd",
-        "top_k:0.1": "a setting is NAME=VALUE",
-        "top_k:colour=1": "thinwire.compress.top_k does not take these settings",
-        "error_feedback": "unknown compressor",
-    }.items():
-        with pytest.raises(ValueError, match=says):
-            parse(text)

@@ -164,7 +164,7 @@ def test_texts_name_policies() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "unknown fusion policy ''; legal are layerwise, byte_cap"),
+        ("", "unknown fusion policy ''; legal are layerwise, one_bucket"),
         ("bytecap", "unknown fusion policy"),
         ("byte_cap:8", "a setting is NAME=VALUE"),
         ("byte_cap:mb=many", "a setting is a number"),

@@ -109,15 +109,10 @@ def _method_of(dense: Dense, parameter: Parameter) -> Method:
     """Return the method of one parameter."""
     if isinstance(dense, (Compressor, Exchanged)):
         return leave_small(dense)(parameter)
+    how = dense
     if isinstance(dense, Mapping):
-        method = _first(dense, parameter)
-        return _called(method, parameter) if callable(method) else _checked(method, "dense has")
-    return _called(dense, parameter) if callable(dense) else _checked(dense, "dense is")
-
-
-def _first(patterns: Patterns, parameter: Parameter) -> Method | Rule | str:
-    """Return the value of the first pattern that matches a name."""
-    return next((value for pattern, value in patterns.items() if fnmatchcase(parameter.name, pattern)), NATIVE)
+        how = next((value for pattern, value in dense.items() if fnmatchcase(parameter.name, pattern)), NATIVE)
+    return _called(how, parameter) if callable(how) else _checked(how, "dense is" if how is dense else "dense has")
 
 
 def _called(rule: Rule, parameter: Parameter) -> Method:
@@ -144,12 +139,9 @@ def _check_patterns(patterns: Patterns, parameters: Sequence[Parameter], others:
             names = [parameter.name for parameter in named]
             near = get_close_matches(pattern, names, n=1, cutoff=0.4)
             hint = f"did you mean {near[0]!r}?" if near else f"such names are {', '.join(names[:_SHOWN])}"
-            if isinstance(value, str):
-                raise ValueError(f"no parameter has a name like {pattern!r}; {hint}")
-            raise ValueError(
-                f"no parameter that can be compressed has a name like {pattern!r}; embeddings with sparse=True cannot,"
-                f" nor those that FSDP2 shards by rows; {hint}"
-            )
+            cannot = "embeddings with sparse=True cannot, nor those that FSDP2 shards by rows; "
+            which, why = ("", "") if isinstance(value, str) else (" that can be compressed", cannot)
+            raise ValueError(f"no parameter{which} has a name like {pattern!r}; {why}{hint}")
 
 
 def _checked(value: object, where: str) -> Method:

@@ -133,12 +133,12 @@ class Compressor(ABC):
         Args:
             exchange: "all_reduce", "all_gather", "two_shot", or for sparsifiers a scheme of `thinwire.schemes` or its
                 name, such as "zen"; "auto" is what a compressor without ``by`` gets: the one of fewest bytes that the
-                compressor allows, but no scheme.
+                compressor allows, but no scheme. Of a scheme that has a name the name is kept.
 
         Example:
             >>> thinwire.attach(model, dense=top_k(0.01).by("two_shot"))                 # doctest: +SKIP
         """
-        return Exchanged(self, exchange)
+        return Exchanged(self, getattr(exchange, "name", None) or exchange)
 
 
 @dataclass(frozen=True)

@@ -209,9 +209,8 @@ warm_up = WarmUp
 
 def density_of(compressor: Compressor) -> float | None:
     """Return the density of a sparsifier, also inside wrappers, or None for any other compressor."""
-    if isinstance(compressor, DensitySelector):
-        return compressor.density
-    return density_of(compressor.inner) if isinstance(compressor, Wrapper) else None
+    core = core_of(compressor)
+    return core.density if isinstance(core, DensitySelector) else None
 
 
 def _of_any_size(specs: tuple[PartSpec, ...], parameter: Parameter) -> tuple[PartSpec, ...]:

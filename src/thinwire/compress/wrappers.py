@@ -46,16 +46,12 @@ class Wrapper(Compressor):
 
 def unwrapped(compressor: Compressor, state: State) -> tuple[Compressor, State]:
     """Return the compressor inside all wrappers, and its state."""
-    while isinstance(compressor, Wrapper):
-        compressor, state = compressor.inner, state["inner"]
-    return compressor, state
+    return unwrapped(compressor.inner, state["inner"]) if isinstance(compressor, Wrapper) else (compressor, state)
 
 
 def core_of(compressor: Compressor) -> Compressor:
     """Return the compressor inside all wrappers: the method."""
-    while isinstance(compressor, Wrapper):
-        compressor = compressor.inner
-    return compressor
+    return core_of(compressor.inner) if isinstance(compressor, Wrapper) else compressor
 
 
 def code_of(compressor: Compressor) -> Compressor:

@@ -11,8 +11,7 @@ from torch.optim import Optimizer
 
 from thinwire.compress.assign import Dense, assign
 from thinwire.compress.base import Compressor, Exchanged, Parameter
-from thinwire.compress.memory import EF21, MomentumCorrection
-from thinwire.compress.methods.sign import SignSGD, Signum
+from thinwire.compress.methods.sign import SignSGD
 from thinwire.compress.reductions.base import Reduction
 from thinwire.compress.reductions.by_scheme import ByScheme
 from thinwire.compress.reductions.choose import AUTO, REDUCTIONS, reduction_for
@@ -44,9 +43,8 @@ def is_skipped(optimizer: Optimizer) -> bool:
 
 def has_momentum(compressor: Compressor) -> bool:
     """Return whether a compressor keeps momentum of its own."""
-    if isinstance(compressor, (EF21, MomentumCorrection, Signum)):
-        return compressor.momentum > 0.0
-    return isinstance(compressor, Wrapper) and has_momentum(compressor.inner)
+    own = getattr(compressor, "momentum", 0.0) > 0.0
+    return own or (isinstance(compressor, Wrapper) and has_momentum(compressor.inner))
 
 
 def counts_steps(compressor: Compressor) -> bool:

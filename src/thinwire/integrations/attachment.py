@@ -129,11 +129,7 @@ class Attachment:
             ValueError: some ranks have no file, or cannot restore what is in it; on all ranks, and none has restored
                 its state.
         """
-        if self.synchronizer is None:
-            return
-        if not self.synchronizer.gathered().load_files(folder):
-            logger.warning(_NO_STATE)
-        self._last = self.stats()
+        self._restore(lambda states: states.load_files(folder))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of all ranks on rank 0, which writes them, for trainers with a single file.
@@ -147,11 +143,13 @@ class Attachment:
 
         Other ranks may pass anything: the disk of another node may not have the file that rank 0 wrote.
         """
-        if self.synchronizer is None:
-            return
-        if not self.synchronizer.gathered().load_of_rank_0(state):
-            logger.warning(_NO_STATE)
-        self._last = self.stats()
+        self._restore(lambda states: states.load_of_rank_0(state))
+
+    def _restore(self, load: Callable[[Any], bool]) -> None:
+        if self.synchronizer is not None:
+            if not load(self.synchronizer.gathered()):
+                logger.warning(_NO_STATE)
+            self._last = self.stats()
 
     def detach(self) -> None:
         """Remove all hooks, on all ranks: the model is as the trainer wrapped it."""

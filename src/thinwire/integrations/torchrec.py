@@ -27,20 +27,21 @@ from thinwire.outer import OuterLoop, OuterRecipe, local_sgd
 from thinwire.outer import attach as attach_outer
 
 
-def attach(model: Any, outer: OuterRecipe | None = None, compress: Any = None, **options: Any) -> DmpSynchronizer:
+def attach(model: Any, outer: OuterRecipe | None = None, tables: Any = None, **options: Any) -> DmpSynchronizer:
     """Synchronize a `DistributedModelParallel` or `DMPCollection` through thinwire; all ranks call it.
 
     Gradients of replicated tables travel as rows. Sharded tables are left alone, and tables of a `DMPCollection` are
     averaged by ``sync()`` in the rows that any replica touched since the last one, with the optimizer's state. The
     first ``sync()``, and each after somebody else wrote to a table (``load_state_dict``), averages whole tables.
 
-    With ``outer`` or ``compress`` a ``sync()`` is an inner step of an outer loop over the replicas of each table.
+    With ``outer`` or ``tables`` a ``sync()`` is an inner step of an outer loop over the replicas of each table.
 
     Args:
         model: a `DistributedModelParallel` whose data parallelism is initialized.
         outer: a recipe of `thinwire.outer`, such as ``diloco(every=8)``, by which replicas of tables are averaged; each
-            keeps the state of its own fused optimizer. With ``compress`` alone it is ``local_sgd(every=1)``.
-        compress: a compressor of the differences of tables, which has a memory; by default they travel as rows.
+            keeps the state of its own fused optimizer. With ``tables`` alone it is ``local_sgd(every=1)``.
+        tables: how the differences of replicas travel, as `thinwire.outer.attach` takes ``dense=``: a compressor, which
+            has a memory; by default they travel as rows.
         options: keyword arguments of `thinwire.attach`. ``rows`` and ``timeout`` are for replicated tables too, all
             others for dense parameters only.
 
@@ -57,9 +58,9 @@ def attach(model: Any, outer: OuterRecipe | None = None, compress: Any = None, *
         raise ValueError(f"{type(model).__name__} is no DistributedModelParallel: use thinwire.attach(model)")
     models = dict(_data_parallel(model))
     replicas = ReplicaSync(model) if hasattr(model, "sync") else None
-    recipe = local_sgd(every=1) if outer is None and compress is not None else outer
+    recipe = local_sgd(every=1) if outer is None and tables is not None else outer
     if replicas is None and recipe is not None:
-        raise ValueError("outer= and compress= are for the replicas of a DMPCollection: leave them out")
+        raise ValueError("outer= and tables= are for the replicas of a DMPCollection: leave them out")
     if not models and replicas is None:
         raise ValueError(
             "all parameters of this DistributedModelParallel are sharded, so no gradient is synchronized; with"
@@ -72,15 +73,15 @@ def attach(model: Any, outer: OuterRecipe | None = None, compress: Any = None, *
             parts[name] = attach_model(ddp, **(of_tables if name else options))
             undo.callback(parts[name].detach)
         if replicas is not None and recipe is not None:
-            of_loops = of_tables if compress is None else {**of_tables, "dense": compress}
+            of_loops = of_tables if tables is None else {**of_tables, "dense": tables}
             for name, loop in replicas.loops(recipe, of_loops):
                 parts[name] = loop
                 undo.callback(loop.detach)
         if replicas is not None:
             replicas.start()
         undo.pop_all()
-    tables = [f"{name} {plan.sharding_type}" for module in model.plan.plan.values() for name, plan in module.items()]
-    logger.info("TorchRec: attached to %s; tables: %s", [name or "dense" for name in parts], ", ".join(tables))
+    sharded = [f"{name} {plan.sharding_type}" for module in model.plan.plan.values() for name, plan in module.items()]
+    logger.info("TorchRec: attached to %s; tables: %s", [name or "dense" for name in parts], ", ".join(sharded))
     return DmpSynchronizer(parts, replicas)
 
 

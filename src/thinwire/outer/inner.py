@@ -4,7 +4,7 @@ Trainers wrap a model for all ranks: in a DDP of all of them, or in FSDP2 with r
 or over the replicas, keeps them from averaging gradients in every step.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -17,7 +17,7 @@ from thinwire.comm.lane import Group, resolve_group
 from thinwire.comm.process_group import lost_peer
 from thinwire.errors import PeerError
 from thinwire.gradients import torch_internals as internals
-from thinwire.gradients.module import is_sharded, like, local_of, synchronized_parameters
+from thinwire.gradients.module import is_dtensor, is_sharded, like, local_of
 from thinwire.gradients.parameters import broadcast_all
 from thinwire.gradients.sharded.layout import sharding_of
 from thinwire.gradients.synchronizer import Synchronizer
@@ -120,13 +120,13 @@ def _has_ranks_of(group: dist.ProcessGroup, outer: dist.ProcessGroup | Members) 
 
 
 def inner_group(
-    model: nn.Module, outer: dist.ProcessGroup | Members, device: torch.device, recipe: OuterRecipe
+    model: nn.Module, outer: dist.ProcessGroup | Members, named: Mapping[str, Tensor], recipe: OuterRecipe
 ) -> InnerGroup | None:
     """Return the ranks that train as one with this one, or None if it trains alone.
 
     Args:
         outer: the ranks of an outer loop.
-        device: device of the parameters.
+        named: the parameters that are averaged, by name.
 
     Raises:
         ValueError: both have ranks in common, a layout in which ranks would drift apart, or a recipe or members for
@@ -147,11 +147,11 @@ def inner_group(
     elif (sharding := sharding_of(model)) is not None:
         if sharding.replicas is not None and not _has_ranks_of(sharding.replicas, outer):
             raise ValueError("an outer loop of FSDP2 with replicas is one over the replicas: leave out process_group=")
-        alone = next((name for name, entry in synchronized_parameters(model) if entry.requires_grad), None)
+        alone = next((name for name, one in named.items() if one.requires_grad and not is_dtensor(one)), None)
         if alone is not None:
             raise ValueError(
                 f"FSDP ignores parameter {alone!r}, so that the ranks of a host would train it apart: leave out"
-                " ignored_params= (FSDP takes tables with sparse=False), or use DDP inside of a host"
+                " ignored_params= (FSDP takes tables with sparse=False), use DDP inside of a host, or pass exclude="
             )
         if not hasattr(sharding.units[0].group.mesh_info, "shard_process_group"):
             raise ValueError("replicate() is DDP by FSDP2: take DistributedDataParallel under an outer loop")
@@ -175,7 +175,7 @@ def inner_group(
             f"{asked} is for ranks that train alone, and these train as one with others by DDP or FSDP2: take"
             " thinwire.outer.diloco or local_sgd without min_ranks=, or attach a plain module"
         )
-    return InnerGroup(group, is_alike, device)
+    return InnerGroup(group, is_alike, next(iter(named.values())).device)
 
 
 def local_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -75,12 +75,13 @@ class OuterLoop(Attached):
         self._model, self._recipe = model, recipe
         named = dict(model.named_parameters() if is_sharded(model) else synchronized_parameters(model, excluded))
         named = {name: one for name, one in named.items() if one.is_floating_point() or one.is_complex()}
+        named = {name: one for name, one in named.items() if name not in excluded}
         self._parameter_names = list(named)
         tables = {id(table) for table in tables_of(module_of(model))}
         entries = [Entry(name, parameter, id(parameter) in tables) for name, parameter in named.items()]
         device = next(parameter.device for parameter in named.values() if parameter.requires_grad)
         self._staging = staging = staging_for(device)
-        self._host = inner = inner_group(model, group, device, recipe)
+        self._host = inner = inner_group(model, group, named, recipe)
         self._speaks = inner is None or inner.speaks
         self._rows = ParameterRecords()
         text = "\n".join([repr(recipe), configuration(rows, model, excluded)])

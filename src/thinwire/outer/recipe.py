@@ -210,8 +210,6 @@ def shadow_sync(
     """
     if not isinstance(algorithm, str) or algorithm not in ALGORITHMS:
         raise unknown("algorithm", str(algorithm), ALGORITHMS)
-    if every_seconds is not None:
-        _check_number("every_seconds", every_seconds, 0.0, math.inf, "seconds, or None", excluded=(math.inf,))
     if algorithm == "average" and (lr, momentum) != (None, None):
         raise ValueError("algorithm='average' takes the mean as it is: leave out lr= and momentum=, or take 'bmuf'")
     if algorithm == "easgd" and momentum:

@@ -11,10 +11,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from thinwire.compress.assign import LOSSLESS, NATIVE, Exact, Method, Rule, leave_small
+from thinwire.compress.assign import AUTO, LOSSLESS, NATIVE, Exact, LeaveSmall, Method, Rule, leave_small
 from thinwire.compress.base import Exchanged, Parameter
-from thinwire.compress.named import parse
-from thinwire.compress.reductions.choose import REDUCTIONS
+from thinwire.compress.named import parse, text_of
 from thinwire.plan.text import format_bytes, format_seconds
 
 VERSION = 1
@@ -24,6 +23,8 @@ ROWS = "exact, tables as rows"
 """Name of what ``attach(model)`` does for a model with tables."""
 EXACT = "exact"
 """Prefix of the names of candidates without compression."""
+SHORT = f"{EXACT}, {LOSSLESS}"
+"""Prefix of the names of candidates that sum losslessly: exact sums in fewer bytes."""
 WORTH = 1.03
 """Least ratio of step times at which an exact way replaces a simpler one."""
 
@@ -40,15 +41,21 @@ class Group:
     Args:
         parameters: names in backward order.
         size_bytes: bytes of their gradients, uncompressed.
-        compressor: text of `thinwire.compress.named.parse`; None for an exact all-reduce. It is for the parameters
-            that `thinwire.compress.leave_small` lets through; the others are summed exactly by the same job.
-        exchange: the exchange that averages payloads.
+        compressor: text of `thinwire.compress.named.parse`, also of wrappers; None for an exact all-reduce. It is for
+            the parameters that `thinwire.compress.leave_small` lets through; the others are summed exactly by the same
+            job.
+        exchange: the exchange that averages payloads, by its name, as `thinwire.compress.Compressor.by` takes it.
         joins: whether it travels by the job of the group before it, which then waits for both.
-        dense: how gradients that are not compressed are summed: `NATIVE` or `LOSSLESS`, see ``dense=`` of
+        dense: how gradients that are not compressed are summed: "native", "lossless" or "auto", see ``dense=`` of
             `thinwire.attach`.
+        min_elements, min_dimensions: limits of `thinwire.compress.leave_small`; 0 compress small ones, too.
 
     Raises:
-        ValueError: no parameters, an unknown compressor, exchange or sum.
+        ValueError: no names of parameters; an unknown compressor, exchange or sum.
+
+    Example:
+        >>> Group.of(["fc.bias"], 4096, parse("qsgd:bits=4").by("zen")).describe()
+        'qsgd:bits=4, zen'
     """
 
     parameters: tuple[str, ...]
@@ -57,34 +64,52 @@ class Group:
     exchange: str = "all_reduce"
     joins: bool = False
     dense: Exact = NATIVE
+    min_elements: int = LeaveSmall.min_elements
+    min_dimensions: int = LeaveSmall.min_dimensions
 
     def __post_init__(self) -> None:
+        if not self.parameters or isinstance(self.parameters, str):
+            raise ValueError(f"a group of a plan has no parameters, but {self.parameters!r}: {_HOW}")
         object.__setattr__(self, "parameters", tuple(self.parameters))
-        if not self.parameters:
-            raise ValueError(f"a group of a plan has no parameters: {_HOW}")
+        of = f"the group of {self.parameters[0]!r} has"
         if self.size_bytes < 0:
-            raise ValueError(f"the group of {self.parameters[0]!r} has {self.size_bytes} bytes: {_HOW}")
-        for name, legal in (("exchange", (*REDUCTIONS, "auto")), ("dense", (NATIVE, LOSSLESS))):
-            if (value := getattr(self, name)) not in legal:
-                raise ValueError(f"group of {self.parameters[0]!r} has {name}={value!r}; legal are {', '.join(legal)}")
-        if self.compressor is not None:
-            parse(self.compressor)
+            raise ValueError(f"{of} {self.size_bytes} bytes: {_HOW}")
+        if self.dense not in (NATIVE, LOSSLESS, AUTO) or not isinstance(self.joins, bool):
+            raise ValueError(f"{of} joins={self.joins!r} and dense={self.dense!r}; legal are native, lossless, auto")
+        if not isinstance(self.exchange, str):
+            raise ValueError(f"{of} exchange={self.exchange!r}; a plan stores names, such as all_gather or zen")
+        self.method(Parameter("", ()))  # raises ValueError for what is unknown
+
+    @classmethod
+    def of(cls, parameters: Sequence[str], size_bytes: int, dense: Method | LeaveSmall, joins: bool = False) -> Group:
+        """Return the group of gradients that travel by one value of ``dense=``, as of `Synchronizer.methods`.
+
+        Raises:
+            ValueError: a compressor or a scheme without a name: of a class of the user's own, or of hosts by hand.
+        """
+        if isinstance(dense, str):
+            return cls(tuple(parameters), size_bytes, joins=joins, dense=dense)
+        rule = dense if isinstance(dense, LeaveSmall) else leave_small(dense, 0, 0)
+        one = rule.compressor if isinstance(rule.compressor, Exchanged) else Exchanged(rule.compressor)
+        settings: Any = one.exchange, joins, rule.rest, rule.min_elements, rule.min_dimensions
+        return cls(tuple(parameters), size_bytes, text_of(one.compressor), *settings)
 
     def method(self, parameter: Parameter) -> Method:
         """Return how the gradient of one of the parameters travels."""
         if self.compressor is None:
             return self.dense
-        return leave_small(Exchanged(parse(self.compressor), self.exchange), rest=self.dense)(parameter)
+        exchanged = parse(self.compressor).by(self.exchange)
+        return leave_small(exchanged, self.min_elements, self.min_dimensions, self.dense)(parameter)
 
     def describe(self) -> str:
-        exact = "exact, lossless" if self.dense == LOSSLESS else "exact, all_reduce"
+        exact = f"exact, {'all_reduce' if self.dense == NATIVE else self.dense}"
         return exact if self.compressor is None else f"{self.compressor}, {self.exchange}"
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields; ``joins`` and ``dense`` only where they say something, so that earlier versions read all
-        other plans."""
+        """Return the fields; those since the first version only where they say something, so that earlier versions read
+        all other plans."""
         data = {**asdict(self), "parameters": list(self.parameters)}
-        unsaid = {("joins", False), ("dense", NATIVE)}
+        unsaid = {(name, getattr(Group, name)) for name in ("joins", "dense", "min_elements", "min_dimensions")}
         return {name: value for name, value in data.items() if name == "parameters" or (name, value) not in unsaid}
 
 
@@ -264,7 +289,7 @@ class Plan:
             fields["groups"] = [Group(**group) for group in data["groups"]]
             fields["candidates"] = [Candidate(**candidate) for candidate in data.get("candidates", ())]
             return cls(**fields)
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"a damaged plan ({type(error).__name__}: {error}): {_HOW}") from error
 
     def save(self, path: str | Path) -> None:
@@ -309,10 +334,10 @@ def _head(plan: Plan) -> list[str]:
     lines = [f"Plan for {plan.world_size} ranks and {len(plan.parameters)} parameters, {size} of gradients{made}"]
     stock = format_seconds(plan.other_seconds + plan.dense_seconds)
     if plan.does_nothing:
+        lossless = " no lossless sum by 10 %," * any(one.name.startswith(SHORT) for one in plan.candidates)
         lines.append(
-            f"Do nothing: no exact way is better than stock DDP by more than 3 %,{_lossless(plan)} and no lossy one by"
-            " 30 %."
-            f" Predicted step: {stock}."
+            f"Do nothing: no exact way is better than stock DDP by more than 3 %,{lossless} and no lossy one by"
+            f" 30 %. Predicted step: {stock}."
         )
     else:
         lines.append(
@@ -325,49 +350,35 @@ def _head(plan: Plan) -> list[str]:
     return lines
 
 
-def _lossless(plan: Plan) -> str:
-    prefix = f"{EXACT}, {LOSSLESS}"
-    return " no lossless sum by 10 %," if any(entry.name.startswith(prefix) for entry in plan.candidates) else ""
-
-
 def _lossy(plan: Plan) -> list[str]:
     """Return a warning if the plan is lossy; its candidates are sorted."""
     if not any(group.compressor for group in plan.groups):
         return []
     exact = next((entry for entry in plan.candidates if entry.name == STOCK or entry.name.startswith(EXACT)), None)
-    best = (
-        ""
-        if exact is None
-        else f" The best exact way is {exact.name}: {format_seconds(plan.other_seconds + exact.seconds)}."
-    )
-    return [f"It is lossy: compare the loss, too.{best}"]
+    text = "It is lossy: compare the loss, too."
+    if exact is not None:
+        text += f" The best exact way is {exact.name}: {format_seconds(plan.other_seconds + exact.seconds)}."
+    return [text]
 
 
 def _groups(plan: Plan) -> list[str]:
     lines = [f"{'group':>5}  {'parameters':>10}  {'gradients':>9}  what happens"]
     for number, group in enumerate(plan.groups[:SHOWN], start=1):
-        size = format_bytes(group.size_bytes)
-        lines.append(f"{number:>5}  {len(group.parameters):>10}  {size:>9}  {_what(plan, number - 1)}")
+        first, last = group.parameters[0], group.parameters[-1]
+        what = group.describe() + ", with the group before" * group.joins
+        what += f": {first}" + f" .. {last}" * (first != last)
+        lines.append(f"{number:>5}  {len(group.parameters):>10}  {format_bytes(group.size_bytes):>9}  {what}")
     if len(plan.groups) > SHOWN:
         lines.append(f"  and {len(plan.groups) - SHOWN} more")
     return lines
-
-
-def _what(plan: Plan, number: int) -> str:
-    group = plan.groups[number]
-    first, last = group.parameters[0], group.parameters[-1]
-    span = first if first == last else f"{first} .. {last}"
-    joins = ", with the group before" if group.joins else ""
-    return f"{group.describe()}{joins}: {span}"
 
 
 def _candidates(plan: Plan) -> list[str]:
     if not plan.candidates:
         return []
     lines = ["", f"{'seconds':>9}  candidates, from the start of backward until the last gradient is there"]
-    for candidate in plan.candidates[:SHOWN]:
-        mark = "  <- taken" if candidate.name == plan.choice else ""
-        lines.append(f"{format_seconds(candidate.seconds):>9}  {candidate.name}{mark}")
+    for one in plan.candidates[:SHOWN]:
+        lines.append(f"{format_seconds(one.seconds):>9}  {one.name}{'  <- taken' * (one.name == plan.choice)}")
     if len(plan.candidates) > SHOWN:
         lines.append(f"  and {len(plan.candidates) - SHOWN} slower ones")
     return lines

@@ -15,14 +15,13 @@ lines write it (`parse`).
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from itertools import pairwise
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 from thinwire.compress.assign import NATIVE, Dense
-from thinwire.compress.named import split
-from thinwire.errors import unknown
+from thinwire.compress.named import made, split
 from thinwire.plan.profile import Groups, Profile
 from thinwire.plan.search import search
 from thinwire.plan.timeline import iteration_seconds
@@ -76,8 +75,8 @@ class NamedPolicy:
         return ":".join([self.constructor, *(one for one in settings if not one.startswith("dense="))])
 
     def _settings(self) -> list[str]:
-        values = {item: getattr(self, item.name) for item in fields(self)}  # type: ignore[arg-type]  # of a subclass
-        return [f"{item.name}={value!r}" for item, value in values.items() if value != item.default]
+        items = fields(self)  # type: ignore[arg-type]  # of a subclass
+        return [f"{one.name}={value!r}" for one in items if (value := getattr(self, one.name)) != one.default]
 
 
 def groups_ending_at(ends: Iterable[int]) -> Groups:
@@ -365,9 +364,7 @@ class Cupcake(NamedPolicy, constructor="cupcake"):
 layerwise, one_bucket, byte_cap, equal_count = Layerwise, OneBucket, ByteCap, EqualCount
 mg_wfbp, omgs, cupcake, safusion = MgWfbp, Omgs, Cupcake, SaFusion
 
-POLICIES: dict[str, Callable[..., Policy]] = {
-    kind.constructor: kind for kind in (Layerwise, ByteCap, EqualCount, OneBucket, MgWfbp, Omgs, Cupcake, SaFusion)
-}
+POLICIES: dict[str, Any] = {kind.constructor: kind for kind in NamedPolicy.__subclasses__()}
 """Constructors of policies by name."""
 
 
@@ -382,14 +379,9 @@ def parse(text: str) -> Policy:
         'byte_cap:mb=8'
     """
     name, settings = split(text)
-    if name not in POLICIES:
-        raise unknown("fusion policy", name, POLICIES)
     if words := [f"{key}={value}" for key, value in settings.items() if isinstance(value, str)]:
         raise ValueError(f"{text!r}: a setting is a number or a truth value, as in byte_cap:mb=8, not {words[0]!r}")
-    try:
-        return POLICIES[name](**settings)
-    except TypeError as error:
-        raise ValueError(f"thinwire.fuse.{name} does not take these settings: {error}") from error
+    return made("fusion policy", POLICIES, name, settings)
 
 
 def default_policies() -> tuple[Policy, ...]:

@@ -162,4 +162,4 @@ def name_of(scheme: Scheme | TwoLevel) -> str:
     """Return the (first) name of a scheme, or its description if it has none."""
     if isinstance(scheme, TwoLevel):
         return TWO_LEVEL_PREFIX + name_of(scheme.between)
-    return next((name for name, point in NAMED.items() if point == scheme), scheme.describe())
+    return scheme.name or scheme.describe()

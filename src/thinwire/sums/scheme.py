@@ -215,10 +215,14 @@ class Scheme:
         if self.servers is not None:
             self._check_servers()
 
+    @property
+    def name(self) -> str | None:
+        """The (first) name of this point, if it has one."""
+        return next((name for name, point in NAMED.items() if point == self), None)
+
     def __repr__(self) -> str:
-        for name, scheme in NAMED.items():
-            if scheme == self:
-                return name.upper()
+        if self.name is not None:
+            return self.name.upper()
         values = {item: getattr(self, item.name) for item in fields(self)}
         settings = [f"{item.name}={_plain(value)!r}" for item, value in values.items() if value != item.default]
         return f"Scheme({', '.join(settings)})"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
+from thinwire import compress
 from thinwire.compress.base import Parameter
 from thinwire.gradients.steps import execution, grouping
 from thinwire.gradients.steps.grouping import Pace
@@ -119,17 +121,24 @@ def test_a_plan_takes_the_steps_of_what_it_plans() -> None:
 
 
 def _mixed(context: RankContext) -> None:
-    """One job with three options takes the steps of a job for each of them."""
-    options = (("last.weight", "top_k:density=0.1", "all_gather"), ("middle.weight", "power_sgd", "all_reduce"))
-    exact = tuple(name for name in ORDER if name not in {name for name, _, _ in options})
+    """One job with four options takes the steps of a job for each of them; also one of a file."""
+    options = {
+        "last.weight": compress.top_k(0.1).by("all_gather"),
+        "middle.weight": compress.power_sgd(),
+        "first.weight": compress.error_feedback(compress.top_k(0.1), 0.9).by("zen"),  # which is small
+    }
+    exact = tuple(name for name in ORDER if name not in options)
     found = []
     for joins in (False, True):
-        groups = (Group(exact), *(Group((name,), 0, text, way, joins) for name, text, way in options))
-        model, sync = attached(dense=replace(plan_for(ONE), groups=groups))
+        groups = (Group.of(exact, 0, "auto"), *(Group.of([name], 0, how, joins) for name, how in options.items()))
+        plan = Plan.from_json(json.loads(json.dumps(replace(plan_for(ONE), groups=groups).to_json())))
+        model, sync = attached(dense=plan)
+        assert {sync.methods[name] for name in exact} == {"auto"}
+        assert sync.methods["first.weight"] == options["first.weight"]
         with sync.trace(steps=4) as trace:
             found.append(train(context, model, range(4)))
-        assert jobs_of(trace) == [1 if joins else 3] * 4
-        assert sync.stats()["compress/parameters"] == 2
+        assert jobs_of(trace) == [1 if joins else 4] * 4
+        assert sync.stats()["compress/parameters"] == 3
         assert_same_everywhere(context, found[-1])
         sync.detach()
     for one, other in zip(*found, strict=True):  # exact ones are added together with others, to rounding

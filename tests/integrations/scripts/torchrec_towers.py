@@ -118,7 +118,7 @@ def outer(kinds: tuple[str, str]) -> dict[str, Any]:
     recipe = thinwire.outer.diloco(every=2, lr=1.0, momentum=0.0, nesterov=False, delay=1)
     for name, options in (
         ("delayed", {"outer": recipe}),
-        ("compressed", {"compress": thinwire.compress.top_k(0.05)}),
+        ("compressed", {"tables": thinwire.compress.top_k(0.05)}),
     ):
         found[name] = of_replicas(kinds, options)
         del found[name]["values"]

@@ -12,15 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.compress import top_k
-from thinwire.compress.named import parse
 from thinwire.lab.analyze.simulated import SimulatedRanks, SimulatedTraining, train_shortly
 from thinwire.lab.analyze.worker import run_as_main
+from thinwire.lab.doctor.advice import method
 from thinwire.lab.doctor.equal_loss import ShortRun
-from thinwire.lab.planning.planner import Codec
 from thinwire.rows.formats import ring_all_reduce_bytes
 
 RANKS = 4
-QSGD = ("qsgd:bits=8", "two_shot")
+QSGD = "qsgd:bits=8 by two_shot"
 
 
 def gradients(*shape: int) -> list[dict[str, Tensor]]:
@@ -28,10 +27,10 @@ def gradients(*shape: int) -> list[dict[str, Tensor]]:
     return [{"w": torch.randn(shape, generator=random), "b": torch.randn(8, generator=random)} for _ in range(RANKS)]
 
 
-@pytest.mark.parametrize("codec", [None, ("bf16", "all_reduce"), ("bf16", "all_gather"), ("bf16", "two_shot")])
-def test_means_and_bytes_are_those_of_the_exchange(codec: Codec | None) -> None:
+@pytest.mark.parametrize("codec", [None, "bf16 by all_reduce", "bf16 by all_gather", "bf16 by two_shot"])
+def test_means_and_bytes_are_those_of_the_exchange(codec: str | None) -> None:
     given = gradients(64, 32)
-    ranks = SimulatedRanks(parse(codec[0]).by(codec[1]) if codec else "native", given[0], frozenset(), RANKS)
+    ranks = SimulatedRanks(method(codec) if codec else "native", given[0], frozenset(), RANKS)
     means = ranks.mean(given)
     for name, mean in means.items():
         exact = torch.stack([of_rank[name] for of_rank in given]).mean(0)
@@ -39,9 +38,9 @@ def test_means_and_bytes_are_those_of_the_exchange(codec: Codec | None) -> None:
     small, large = ring_all_reduce_bytes(32, RANKS), 4 * 64 * 32
     expected = {
         None: 2 * 3 / 4 * large,
-        ("bf16", "all_reduce"): 2 * 3 / 4 * large / 2,
-        ("bf16", "all_gather"): 3 * large / 2,
-        ("bf16", "two_shot"): 2 * 3 / 4 * large / 2,
+        "bf16 by all_reduce": 2 * 3 / 4 * large / 2,
+        "bf16 by all_gather": 3 * large / 2,
+        "bf16 by two_shot": 2 * 3 / 4 * large / 2,
     }[codec]
     assert ranks.sent_bytes - small == pytest.approx(expected, rel=0.02)
 

@@ -254,7 +254,7 @@ def test_what_was_measured_decides() -> None:
     assert diagnosed.plan.choice.startswith(TOP_K)
     slow = trained(diagnosed, {TOP_K: 2.5, "exact": 2.5})
     assert slow.plan.does_nothing
-    assert slow.advice.attaches is False
+    assert slow.advice.dense is None
     text = describe(slow)
     assert "Compression pays" not in text, "which the measured steps contradict"
     assert "An exact way pays" not in text

@@ -261,7 +261,7 @@ def test_the_synchronization_of_the_script_is_left_out_of_all_trials() -> None:
     measurement = measured(HELPER)
     found = price_options(measurement, ())
     stock, compressed = found[0], replace(found[0], name="compressed")
-    advised = [(stock, Advice(stock.name, attaches=False)), (compressed, Advice("compressed", compressor="bf16"))]
+    advised = [(stock, Advice(stock.name, None)), (compressed, Advice("compressed", "bf16"))]
     rows = try_script(Path("train.py"), [], advised, measurement, None)
     assert [row.failure for row in rows] == ["", ""]
 
@@ -271,10 +271,10 @@ def test_without_time_only_stock_ddp_and_the_best_exact_way_are_tried() -> None:
     measurement = measured(HELPER)
     stock = price_options(measurement, ())[0]
     advised = [
-        (stock, Advice(stock.name, attaches=False)),
+        (stock, Advice(stock.name, None)),
         (replace(stock, name="exact"), Advice("exact")),
-        (replace(stock, name="lossy"), Advice("lossy", compressor="bf16")),
-        (replace(stock, name="shorter", seconds=0.0), Advice("shorter", compressor="qsgd")),
+        (replace(stock, name="lossy"), Advice("lossy", "bf16")),
+        (replace(stock, name="shorter", seconds=0.0), Advice("shorter", "qsgd")),
     ]
     rows = try_script(Path("train.py"), [], advised, measurement, None, deadline=0.0)
     assert [row.failure.partition(":")[0] for row in rows] == ["", "", NOT_TRIED, NOT_TRIED]
@@ -304,7 +304,7 @@ def test_a_step_of_accumulated_batches_is_one_step_measured_and_tried() -> None:
     assert (measurement.passes, measurement.synchronizations, measurement.optimizer) == (4, 1, "AdamW")
     assert measurement.rest_seconds > 0.04
     stock = price_options(measurement, ())[0]
-    (row,) = try_script(Path("train.py"), [], [(stock, Advice(STOCK, attaches=False))], measurement, None)
+    (row,) = try_script(Path("train.py"), [], [(stock, Advice(STOCK, None))], measurement, None)
     assert row.measured_step_seconds is not None
     assert row.measured_step_seconds > 0.04
 
@@ -330,7 +330,7 @@ def test_a_script_that_skips_steps_by_hand_on_one_rank_is_measured_and_tried() -
     assert (measurement.passes, measurement.synchronizations) == (1, 1)
     assert measurement.optimizer == "SGD", "of all ranks"
     stock = price_options(measurement, ())[0]
-    (row,) = try_script(Path("train.py"), [], [(stock, Advice(STOCK, attaches=False))], measurement, None)
+    (row,) = try_script(Path("train.py"), [], [(stock, Advice(STOCK, None))], measurement, None)
     assert row.measured_step_seconds, row.failure
 
 
@@ -341,7 +341,7 @@ def test_a_way_that_fails_is_reported_and_the_others_are_tried() -> None:
     impossible = replace(stock, name="impossible", is_plain=False)
     advised = [
         (stock, advice_of(stock, measurement, found)),
-        (impossible, Advice("impossible", compressor="atomo:rank=0")),
+        (impossible, Advice("impossible", "atomo:rank=0")),
     ]
     rows = try_script(Path("train.py"), ["--steps", "100"], advised, measurement, None)
     assert rows[0].measured_step_seconds is not None
@@ -385,8 +385,8 @@ def test_where_a_way_fails_the_script_is_ended_before_it_saves() -> None:
     written(SAVES)
     advised = [
         (stock, advice_of(stock, measurement, options)),
-        (replace(stock, name="cannot begin"), Advice("cannot begin", compressor="atomo:rank=0")),
-        (replace(stock, name="fails later"), Advice("fails later", compressor="bf16")),
+        (replace(stock, name="cannot begin"), Advice("cannot begin", "atomo:rank=0")),
+        (replace(stock, name="fails later"), Advice("fails later", "bf16")),
     ]
     ran, not_begun, failed = try_script(Path("train.py"), [], advised, measurement, None)
     assert not ran.failure

@@ -13,8 +13,10 @@ from thinwire.lab.doctor.diagnosis import describe, diagnose
 from thinwire.lab.doctor.equal_loss import ShortCurve, ShortRun, contenders, judge
 from thinwire.lab.planning.planner import Option, best_option, price_options
 
-BF16, TOP_K = ("bf16", "all_reduce"), ("top_k:density=0.01", "all_gather")
-QSGD = ("qsgd:bits=8", "two_shot")
+TEXTS = ["bf16", "top_k:density=0.01"]
+BF16, TOP_K = f"{TEXTS[0]} by all_reduce", f"{TEXTS[1]} by all_gather"
+CODECS = [codec(*one.split(" by ")) for one in (BF16, TOP_K)]
+QSGD = "qsgd:bits=8 by two_shot"
 SLOWER = {None: 1.0, BF16: 1.0, QSGD: 1.25, TOP_K: 5.0}
 """Steps that a method needs for what dense reaches in one."""
 BEST = {None: 2.0, BF16: 2.0, QSGD: 2.0, TOP_K: 0.5}
@@ -99,8 +101,8 @@ def test_a_training_that_says_too_little_advises_nothing_lossy() -> None:
         assert judgement.describe(lambda row: None) == [f"No lossy way is advised: {judgement.doubt}."]
 
 
-def option(name: str, codec: tuple[str, str] | None, seconds: float = 1.0) -> Option:
-    text, exchange = codec or (None, "all_reduce")
+def option(name: str, codec: str | None, seconds: float = 1.0) -> Option:
+    text, exchange = codec.split(" by ") if codec else (None, "all_reduce")
     return measured_option(name, seconds, text, exchange, is_plain=True)
 
 
@@ -126,9 +128,9 @@ def test_the_choice_is_by_seconds_to_the_dense_loss() -> None:
 
 
 def test_the_screen_has_the_table_and_the_rate() -> None:
-    measured = measurement(100, codecs=[codec(*BF16), codec(*TOP_K)])
+    measured = measurement(100, codecs=CODECS)
     judgement = judge([BF16, TOP_K], 8, 0.01, trained)
-    diagnosed = diagnose("a test", measured, ["bf16", TOP_K[0]], judgement=judgement, with_plan=False)
+    diagnosed = diagnose("a test", measured, TEXTS, judgement=judgement, with_plan=False)
     assert diagnosed.plan.choice.startswith("bf16 by all_reduce")
     text = describe(diagnosed)
     assert "Loss after 200 steps of 8 simulated ranks, each at its best rate:" in text
@@ -136,8 +138,8 @@ def test_the_screen_has_the_table_and_the_rate() -> None:
     assert "\nMultiply the learning rates by 2: short trainings ended 4.4% lower so." in text
     figures = diagnosed.to_json()
     assert figures["advice"]["rate"] == 2.0
-    assert [row["method"] for row in figures["losses"]["rows"]] == ["dense", " by ".join(BF16), " by ".join(TOP_K)]
-    nothing = diagnose("a test", measured, ["bf16", TOP_K[0]], judgement=judge([BF16], 8, 0.01, lambda runs: [
+    assert [row["method"] for row in figures["losses"]["rows"]] == ["dense", BF16, TOP_K]
+    nothing = diagnose("a test", measured, TEXTS, judgement=judge([BF16], 8, 0.01, lambda runs: [
         ShortCurve(run, (2.0,) * 100) for run in runs
     ]), with_plan=False)  # fmt: skip
     assert not any(group.compressor for group in nothing.plan.groups)
@@ -145,6 +147,9 @@ def test_the_screen_has_the_table_and_the_rate() -> None:
 
 
 def test_only_what_would_be_faster_is_trained() -> None:
-    slow, fast = measurement(10, codecs=[codec(*BF16), codec(*TOP_K)]), measurement(100_000, alpha=1e-5)
-    assert contenders(slow, price_options(slow, ["bf16", TOP_K[0]])) == [BF16, TOP_K], "what loses least first"
-    assert contenders(fast, price_options(fast, ["bf16", TOP_K[0]])) == []
+    slow, fast = (
+        measurement(10, codecs=CODECS),
+        measurement(100_000, alpha=1e-5),
+    )
+    assert contenders(slow, price_options(slow, TEXTS)) == [BF16, TOP_K], "what loses least first"
+    assert contenders(fast, price_options(fast, TEXTS)) == []

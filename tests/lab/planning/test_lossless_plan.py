@@ -483,4 +483,3 @@ def test_the_advice_of_a_way_with_a_plan_follows_the_plan() -> None:
             advice = advice_of(way, measured, found)
             assert advice.plan is not None
             assert {group.dense for group in advice.plan.groups} == {LOSSLESS}
-            assert advice.dense is None

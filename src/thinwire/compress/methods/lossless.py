@@ -1,6 +1,6 @@
 """Values coded in fewer bytes, without loss: float32 as it is, or what a cast to sixteen bits made of it."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ class LosslessFloats(Packed):
         >>> top_k = thinwire.compress.top_k(0.01, values=thinwire.compress.lossless())      # doctest: +SKIP
     """
 
-    values: Identity | Cast = field(default_factory=Identity)
+    values: Identity | Cast = Identity()  # noqa: RUF009  frozen
 
     def __post_init__(self) -> None:
         if not isinstance(self.values, (Identity, Cast)):

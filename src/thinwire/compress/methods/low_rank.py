@@ -5,6 +5,7 @@ factors in each step (Zhang et al., ICDCS'23), ATOMO some singular vectors at ra
 """
 
 from dataclasses import KW_ONLY, dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -38,6 +39,8 @@ class LowRank(Compressor):
     are 3 to 10 times as fast that way. `power_sgd` describes the settings; vectors are always sent whole.
     """
 
+    label: ClassVar[str]
+
     rank: int | float = 4
     _: KW_ONLY
     min_compression_rate: float = 2.0
@@ -63,10 +66,6 @@ class LowRank(Compressor):
         rate = "" if self.min_compression_rate == 2.0 else f", rate {self.min_compression_rate:g}"
         start = f", from step {self.start_step}" if self.start_step else ""
         return f"{self.label}({self.rank}{rate}{start})"
-
-    @property
-    def label(self) -> str:
-        raise NotImplementedError
 
     def rank_of(self, parameter: Parameter) -> int:
         """Return the rank with which a parameter is sent, or 0 if it is sent whole."""

@@ -50,10 +50,6 @@ class Threshold(Sparsifier):
         if not (self.value > 0.0 and math.isfinite(self.value)):
             raise ValueError(f"elements are sent from a positive, finite magnitude on, not from {self.value}")
 
-    @property
-    def settings(self) -> tuple[str, ...]:
-        return (f"{self.value:g}",)
-
     def select(self, flat: Tensor, parameter: Parameter, state: State) -> Selection:
         ids, chosen = kernels.select_at_least(flat, self.value)
         return (ids, chosen) if ids.numel() else largest_nonzero(flat, min(1, flat.numel()))
@@ -263,10 +259,6 @@ class MsTopK(DensitySparsifier):
         super().__post_init__()
         if self.steps < 1:
             raise ValueError(f"MSTop-K bisects at least once, not {self.steps} times")
-
-    @property
-    def settings(self) -> tuple[str, ...]:
-        return (*super().settings, *((f"steps={self.steps}",) if self.steps != 30 else ()))
 
     def select_about(self, k: int, flat: Tensor, parameter: Parameter, state: State) -> Selection:
         low, high = mean_and_max(flat)

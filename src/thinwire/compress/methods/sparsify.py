@@ -2,7 +2,7 @@
 
 import struct
 from abc import abstractmethod
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import ClassVar
 
 import torch
@@ -52,8 +52,10 @@ class Selector(Additive):
 
     @property
     def settings(self) -> tuple[str, ...]:
-        """Settings that `name` lists in brackets, before the code of the values."""
-        return ()
+        """Settings that `name` lists in brackets: the first, and what is no default, a truth by its name alone."""
+        first, *others = (item for item in fields(self) if item.name not in ("values", "varying"))
+        said = [(item.name, value) for item in others if (value := getattr(self, item.name)) != item.default]
+        return f"{getattr(self, first.name):g}", *(key if value is True else f"{key}={value}" for key, value in said)
 
     @property
     def label(self) -> str:
@@ -227,10 +229,6 @@ class DensitySelector(Selector):
         super().__post_init__()
         if isinstance(self.density, str) or not 0.0 < self.density <= 1.0:
             raise ValueError(f"density is the part of the elements that is sent, in (0, 1], not {self.density!r}")
-
-    @property
-    def settings(self) -> tuple[str, ...]:
-        return (f"{self.density:g}",)
 
     def target(self, numel: int) -> int:
         """Return k for ``numel`` elements."""

@@ -203,7 +203,7 @@ class OkTopk(DensitySparsifier, Joint):
     @property
     def settings(self) -> tuple[str, ...]:
         is_default = (self.reselect_every, self.repartition_every) == (32, 64)
-        return (*super().settings, *(() if is_default else (f"{self.reselect_every}, {self.repartition_every}",)))
+        return f"{self.density:g}", *(() if is_default else (f"{self.reselect_every}, {self.repartition_every}",))
 
     def init(self, parameter: Parameter) -> State:
         nothing = torch.empty(0, dtype=torch.int64)

@@ -43,11 +43,6 @@ class RandomK(DensitySelector):
         is_exact = self.values is None or self.values.memory is Memory.UNBIASED
         return Memory.UNBIASED if self.unbiased and is_exact else Memory.NEEDED
 
-    @property
-    def settings(self) -> tuple[str, ...]:
-        seed = (f"seed={self.seed}",) if self.seed else ()
-        return (*super().settings, *seed, *(("unbiased",) if self.unbiased else ()))
-
     def init(self, parameter: Parameter) -> State:
         return {**super().init(parameter), "step": 0, "ids": torch.empty(0, dtype=torch.int64)}
 

@@ -46,12 +46,6 @@ class SampledTopK(DensitySparsifier):
                 f" {self.min_sample}"
             )
 
-    @property
-    def settings(self) -> tuple[str, ...]:
-        if (self.sample, self.min_sample) == (0.01, 4096):
-            return super().settings
-        return (*super().settings, f"sample={self.sample:g}/{self.min_sample}")
-
     def select_about(self, k: int, flat: Tensor, parameter: Parameter, state: State) -> Selection:
         threshold = self._sampled_threshold(flat, k)
         if not threshold > 0.0:  # nearly all elements are zero
@@ -163,7 +157,7 @@ class Sidco(DensitySparsifier):
 
     @property
     def settings(self) -> tuple[str, ...]:
-        return (*super().settings, self.distribution)
+        return f"{self.density:g}", self.distribution
 
     def init(self, parameter: Parameter) -> State:
         adaptation = {"stages": 1, "direction": 1, "steps": 0, "ratio_sum": 0.0, "last_error": math.inf}

@@ -27,12 +27,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from thinwire.compress.assign import Dense, assign
 from thinwire.compress.base import Parameter
-from thinwire.compress.named import parse
 from thinwire.compress.reductions.base import Result, Stopwatch, Task
 from thinwire.gradients.compression import planned
 from thinwire.lab.analyze.failure import ScriptError, raised_by_script
 from thinwire.lab.analyze.trials import run_on_ranks, silence, torchrun_environment
 from thinwire.lab.analyze.worker import run_as_main
+from thinwire.lab.doctor.advice import method
 from thinwire.lab.doctor.equal_loss import ShortCurve, ShortRun
 from thinwire.lab.harmless import harmless, without_attach
 from thinwire.lab.planning.codecs import EchoedMessage, EchoPeers
@@ -280,7 +280,7 @@ class SimulatedTraining:
         trained = {f"{len(self._optimizers)}.{index}": entry for index, entry in enumerate(entries)}
         tables = frozenset(name for name, entry in trained.items() if id(entry) in weights)
         codec = self._run.codec
-        dense = parse(codec[0]).by(codec[1]) if codec else "native"
+        dense = method(codec) if codec else "native"
         return SimulatedRanks(dense, trained, tables, self._world_size)
 
 

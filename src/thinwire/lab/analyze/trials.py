@@ -20,13 +20,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.attach import attach
-from thinwire.compress.assign import AUTO
-from thinwire.compress.named import parse
 from thinwire.gradients.synchronizer import Synchronizer
 from thinwire.lab.analyze.failure import first_error, leaving_on_error, raised_by_script
 from thinwire.lab.analyze.site import is_called_by_us
 from thinwire.lab.analyze.worker import run_as_main
-from thinwire.lab.doctor.advice import Advice
+from thinwire.lab.doctor.advice import Advice, method
 from thinwire.lab.doctor.diagnosis import NOT_TRIED, Confirmed, why_impossible
 from thinwire.lab.harmless import harmless, without_attach
 from thinwire.lab.planning.measurement import Measurement
@@ -329,7 +327,7 @@ def _advised(advice: Advice, clock: StepClock, ended: Callable[[Callable[..., An
     Args:
         ended: returns a function whose errors end the script at once, see `leaving_on_error`.
     """
-    backward = ended(torch.autograd.backward) if advice.attaches else torch.autograd.backward
+    backward = ended(torch.autograd.backward) if advice.dense else torch.autograd.backward
     build, register = DistributedDataParallel.__init__, DistributedDataParallel.register_comm_hook
 
     @wraps(build)
@@ -342,7 +340,7 @@ def _advised(advice: Advice, clock: StepClock, ended: Callable[[Callable[..., An
             kwargs["bucket_cap_mb_list"] = advice.plan.bucket_cap_mb_list()
         build(model, *args, **kwargs)
         clock.watch(model)
-        if advice.attaches:
+        if advice.dense:
             clock.synchronizer = ended(attach_as_advised)(model, advice)
 
     @wraps(register)
@@ -359,7 +357,4 @@ def _advised(advice: Advice, clock: StepClock, ended: Callable[[Callable[..., An
 
 def attach_as_advised(model: nn.Module, advice: Advice) -> Synchronizer:
     """Do what `thinwire.lab.doctor.advice.lines_of` says."""
-    if advice.compressor is None:
-        return attach(model, dense=advice.plan or advice.dense or AUTO)
-    compressor = parse(advice.compressor)
-    return attach(model, dense=compressor.by(advice.exchange or AUTO))
+    return attach(model, dense=advice.plan or method(str(advice.dense)))

@@ -150,7 +150,7 @@ def _try_rank(
     sys.path[:] = path
     training = target.training(context.rank, context.world_size, data)
     model: torch.nn.Module = training.model
-    synchronizer = attach_as_advised(model, advice) if advice.attaches else None
+    synchronizer = attach_as_advised(model, advice) if advice.dense else None
     if synchronizer is None:
         model = torch.nn.parallel.DistributedDataParallel(model)
     seconds = training.step_seconds(model, *counts(predicted))

@@ -4,13 +4,15 @@ right."""
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
+from typing import cast
 
+from thinwire.compress.assign import AUTO, EXACT, LOSSLESS, Method
 from thinwire.compress.memory import with_memory
-from thinwire.compress.named import NAMES, colons, parse, split
+from thinwire.compress.named import CONSTRUCTORS, colons, parse, split
 from thinwire.compress.reductions.choose import reduction_for
 from thinwire.lab.planning.measurement import DdpSite, Measurement
 from thinwire.lab.planning.planner import Option, plan_of
-from thinwire.plan.plan import LOSSLESS, STOCK, Exact, Plan
+from thinwire.plan.plan import STOCK, Plan
 
 
 @dataclass(frozen=True)
@@ -19,19 +21,17 @@ class Advice:
 
     Args:
         name: name of the option.
-        attaches: whether to call ``thinwire.attach`` at all; False for stock DDP.
-        compressor: text of `thinwire.compress.named.parse`; None for none.
-        exchange: its exchange; None where "auto" takes the right one.
-        plan: the plan to follow, or None.
-        dense: the exact sum; None where "auto" decides.
+        dense: what `thinwire.attach` gets by that name: a text of `method`, or a plan; None for
+            stock DDP, without ``attach``.
     """
 
     name: str
-    attaches: bool = True
-    compressor: str | None = None
-    exchange: str | None = None
-    plan: Plan | None = None
-    dense: Exact | None = None
+    dense: str | Plan | None = AUTO
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan to follow, if there is one."""
+        return self.dense if isinstance(self.dense, Plan) else None
 
 
 def advice_of(option: Option, measurement: Measurement, options: Sequence[Option]) -> Advice:
@@ -41,11 +41,11 @@ def advice_of(option: Option, measurement: Measurement, options: Sequence[Option
         found: all options, which a plan has as its candidates; the first is stock DDP.
     """
     if option.name == STOCK:
-        return Advice(option.name, attaches=False)
+        return Advice(option.name, None)
     if not option.is_plain:
-        return Advice(option.name, plan=plan_of(option, measurement, options))
+        return Advice(option.name, plan_of(option, measurement, options))
     if option.is_exact:
-        return Advice(option.name, dense=LOSSLESS if option.is_lossless else None)
+        return Advice(option.name, LOSSLESS if option.is_lossless else AUTO)
     (compressor, exchange), *_ = option.codecs
     code, costs = with_memory(parse(compressor)), measurement.costs(compressor, exchange)
     by_itself = {
@@ -53,7 +53,7 @@ def advice_of(option: Option, measurement: Measurement, options: Sequence[Option
         for parameter, coded in zip(measurement.parameters, costs.coded, strict=True)
         if coded
     }
-    return Advice(option.name, True, compressor, None if by_itself == {exchange} else exchange)
+    return Advice(option.name, compressor if by_itself == {exchange} else f"{compressor} by {exchange}")
 
 
 def lines_of(advice: Advice, ddp: DdpSite | None, plan_path: str = "plan.json") -> list[str]:
@@ -63,21 +63,28 @@ def lines_of(advice: Advice, ddp: DdpSite | None, plan_path: str = "plan.json") 
         ddp: the DDP model of the script; None for a plain module called ``model``.
         plan_path: path of the file with the plan.
     """
-    if not advice.attaches:
+    if advice.dense is None:
         return []
     model = ddp.target if ddp is not None and ddp.target else "model"
-    if advice.plan is None:
-        arguments = [model]
-        arguments += [f'dense="{advice.dense}"'] if advice.dense else []
-        if advice.compressor:
-            exchange = f'.by("{advice.exchange}")' if advice.exchange else ""
-            arguments.append(f"dense={expression(advice.compressor)}{exchange}")
-        return ["import thinwire", f"sync = thinwire.attach({', '.join(arguments)})"]
+    if isinstance(advice.dense, str):
+        dense = "" if advice.dense == AUTO else f", dense={expression(advice.dense)}"
+        return ["import thinwire", f"sync = thinwire.attach({model}{dense})"]
     lines = ["import thinwire", f'plan = thinwire.Plan.load("{plan_path}")']
     if ddp is not None:
         built = ddp.grouped_call or "DistributedDataParallel(module, bucket_cap_mb_list=plan.bucket_cap_mb_list())"
         lines.append(f"{model} = {built}")
     return [*lines, f"sync = thinwire.attach({model}, dense=plan)"]
+
+
+def method(text: str) -> Method:
+    """Return what ``dense=`` of `thinwire.attach` takes of "native", "lossless", "auto" or a compressor's text.
+
+    Example:
+        >>> method("top_k:density=0.001 by two_shot").exchange
+        'two_shot'
+    """
+    compressor, by, exchange = text.partition(" by ")
+    return cast("Method", text) if text in EXACT else parse(compressor).by(exchange) if by else parse(text)
 
 
 def where_to_paste(advice: Advice, ddp: DdpSite | None) -> str:
@@ -96,18 +103,23 @@ def where_to_paste(advice: Advice, ddp: DdpSite | None) -> str:
     return f"{'in place of' if instead else 'after'} {line}, where {names}"
 
 
-def expression(compressor: str) -> str:
-    """Return the Python expression of a compressor's text.
+def expression(text: str) -> str:
+    """Return the Python expression of a text of `method`.
 
     Example:
-        >>> expression("top_k:density=0.01:values=bf16")
-        'thinwire.compress.top_k(density=0.01, values=thinwire.compress.bf16())'
+        >>> expression("top_k:density=0.01:values=bf16 by two_shot")
+        'thinwire.compress.top_k(density=0.01, values=thinwire.compress.bf16()).by("two_shot")'
     """
-    name, settings = split(compressor)
+    compressor, by, exchange = text.partition(" by ")
+    return f'"{text}"' if text in EXACT else _compressor(compressor) + (f'.by("{exchange}")' if by else "")
+
+
+def _compressor(text: str) -> str:
+    name, settings = split(text)
     arguments = [f"{key}={_argument(value)}" for key, value in settings.items()]
     return f"thinwire.compress.{name}({', '.join(arguments)})"
 
 
 def _argument(value: object) -> str:
     text = colons(value) if isinstance(value, str) else ""
-    return expression(text) if text.split(":")[0] in NAMES else repr(text or value)
+    return _compressor(text) if text.split(":")[0] in CONSTRUCTORS else repr(text or value)

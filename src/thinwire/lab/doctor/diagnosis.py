@@ -210,7 +210,7 @@ class Diagnosis:
             "advice": {
                 "name": self.advice.name,
                 "lines": lines_of(self.advice, self.measurement.ddp),
-                "where": where_to_paste(self.advice, self.measurement.ddp) if self.advice.attaches else "",
+                "where": where_to_paste(self.advice, self.measurement.ddp) if self.advice.dense else "",
                 "loss": loss_json(taken, optimizer),
                 "rate": 1.0 if self.judged is None else self.judged.rate,
             },

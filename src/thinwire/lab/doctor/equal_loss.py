@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 from thinwire.lab.planning.measurement import Measurement
-from thinwire.lab.planning.planner import WORTH, Codec, LossRow, Option, step_seconds
+from thinwire.lab.planning.planner import WORTH, LossRow, Option, step_seconds
 from thinwire.plan.text import format_bytes, format_seconds
 
 RATES = (0.5, 1.0, 2.0)
@@ -34,12 +34,12 @@ class ShortRun:
     """A short training.
 
     Args:
-        codec: how large gradients travel; None for exact sums.
+        codec: text of `thinwire.lab.doctor.advice.method`, of large gradients; None for exact sums.
         rate: multiple of the script's learning rates.
         seed: number that shifts the seeds of the script.
     """
 
-    codec: Codec | None = None
+    codec: str | None = None
     rate: float = 1.0
     seed: int = 0
 
@@ -94,7 +94,7 @@ class Judgement:
         known = {row.codec: row for row in self.rows if not (row.codec and (row.refused or self.doubt))}
         held = []
         for option in options:
-            rows = [known.get(codec) for codec in ((None,) if option.is_exact else option.codecs)]
+            rows = [known.get(codec) for codec in ((None,) if option.is_exact else map(" by ".join, option.codecs))]
             if option.is_exact or all(rows):
                 worst = max(filter(None, rows), key=lambda row: row.steps, default=None)
                 held.append(replace(option, judged=worst))
@@ -110,7 +110,9 @@ class Judgement:
         for row in self.rows:
             seconds = step_seconds(row)
             in_all = seconds and self.steps * row.steps * seconds
-            rows.append({"method": row.name, **asdict(row), "step_seconds": seconds, "seconds_to_loss": in_all})
+            codec = row.codec and row.codec.split(" by ")
+            figures = {**asdict(row), "codec": codec, "step_seconds": seconds, "seconds_to_loss": in_all}
+            rows.append({"method": row.name, **figures})
         return {**asdict(self), "rows": rows}
 
     def describe(self, step_seconds: Callable[[LossRow], float | None]) -> list[str]:
@@ -125,7 +127,7 @@ class Judgement:
         return [*lines, f"No lossy way is advised: {self.doubt}."] if self.doubt else lines
 
 
-def contenders(measurement: Measurement, priced: Sequence[Option]) -> list[Codec]:
+def contenders(measurement: Measurement, priced: Sequence[Option]) -> list[str]:
     """Return the codecs worth training with: each compressor by its fastest exchange, if its step is shorter than that
     of every exact option."""
     bound = min(step_seconds(measurement, option) for option in priced if option.is_exact) / WORTH
@@ -133,18 +135,18 @@ def contenders(measurement: Measurement, priced: Sequence[Option]) -> list[Codec
     for option in sorted(priced, key=lambda option: option.seconds):
         if not option.is_exact and len(option.codecs) == 1 and step_seconds(measurement, option) < bound:
             fastest.setdefault(option.codecs[0][0], option)
-    return [option.codecs[0] for option in sorted(fastest.values(), key=lambda option: option.loss)]
+    return [" by ".join(option.codecs[0]) for option in sorted(fastest.values(), key=lambda option: option.loss)]
 
 
 def judge(
-    codecs: Sequence[Codec], world_size: int, limit: float, train: Callable[[Sequence[ShortRun]], list[ShortCurve]]
+    codecs: Sequence[str], world_size: int, limit: float, train: Callable[[Sequence[ShortRun]], list[ShortCurve]]
 ) -> Judgement:
     """Train dense and with each codec at all rates, then those that may hold with other seeds at their best one.
 
     Args:
         train: trains, and returns the curves in the same order.
     """
-    methods: list[Codec | None] = [None, *codecs]
+    methods: list[str | None] = [None, *codecs]
     curves = train([ShortRun(codec, rate) for codec in methods for rate in RATES])
     best = {codec: min((c for c in curves if c.run.codec == codec), key=lambda each: each.end) for codec in methods}
     own = {curve.run.codec: curve.end for curve in curves if curve.run.rate == 1.0}
@@ -172,7 +174,7 @@ def judge(
 
 
 def _rows(
-    trained: Mapping[Codec | None, Sequence[ShortCurve]], own: Mapping[Codec | None, float], limit: float
+    trained: Mapping[str | None, Sequence[ShortCurve]], own: Mapping[str | None, float], limit: float
 ) -> list[LossRow]:
     """Return the rows of all methods. Trainings of all methods scatter alike, so all give the error bar together."""
     dense = trained[None]

@@ -10,13 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from thinwire.lab.planning.costs import Costs, chosen_costs
 from thinwire.lab.planning.lane_search import espresso_jobs, fastest_jobs
 from thinwire.lab.planning.measurement import BELIEVED, Measurement
 from thinwire.lab.planning.speeds import COPIES
 from thinwire.lab.planning.tables import gathered
-from thinwire.plan.plan import EXACT, LOSSLESS, NATIVE, ROWS, STOCK, WORTH, Candidate, Exact, Group, Plan
+from thinwire.plan.plan import EXACT, LOSSLESS, NATIVE, ROWS, SHORT, STOCK, WORTH, Candidate, Group, Plan
 from thinwire.plan.policy import Policy, byte_cap, counts_bytes, default_policies
 from thinwire.plan.profile import Groups, Linear, Profile
 from thinwire.tune.lossless import TAKEN
@@ -62,9 +63,6 @@ WHERE_IT_PAYS = "where it pays"
 MIXED = f"compressors mixed, each {WHERE_IT_PAYS}"
 """Name of the option that chooses per gradient among everything measured."""
 
-SHORT = f"{EXACT}, {LOSSLESS}"
-"""Prefix of the names of options that sum losslessly: exact sums in fewer bytes."""
-
 USUAL = "buckets of DDP"
 """Name of the groups in which gradients travel without a plan."""
 
@@ -75,16 +73,12 @@ DDP_BUCKETS = byte_cap(mb=25, first_mb=1)
 """The buckets of stock DDP."""
 
 
-Codec = tuple[str, str]
-"""Text of a compressor, and its exchange."""
-
-
 @dataclass(frozen=True)
 class LossRow:
     """The loss of a method at its best rate, against the dense loss at its own.
 
     Args:
-        codec: None for exact sums.
+        codec: text of `thinwire.lab.doctor.advice.method`; None for exact sums.
         rate: the best multiple of the script's learning rates.
         loss: mean loss of the last tenth of the training, over seeds.
         gain: part of the loss by which it is lower than at the script's own rate.
@@ -94,7 +88,7 @@ class LossRow:
         refused: why it is refused; empty if it holds.
     """
 
-    codec: Codec | None
+    codec: str | None
     rate: float
     loss: float
     gain: float
@@ -106,7 +100,7 @@ class LossRow:
 
     @property
     def name(self) -> str:
-        return "dense" if self.codec is None else " by ".join(self.codec)
+        return self.codec or "dense"
 
     @property
     def against(self) -> str:
@@ -165,20 +159,21 @@ class Option:
         return tuple(used) or ((LOSSLESS if self.is_lossless else COPIES, "all_reduce"),)
 
 
-@dataclass(frozen=True)
-class _Leaf:
-    """A priced option to send one gradient, a leaf of the decision tree; exact without a compressor."""
+_ALL = ("*",)
+"""Stands for the gradients of a group that are not chosen yet."""
 
-    compressor: str | None
-    exchange: str
+
+class _Leaf(NamedTuple):
+    """A priced option to send one gradient, a leaf of the decision tree: a group of any, and what each costs in it."""
+
+    group: Group
     costs: Costs
-    dense: Exact = NATIVE
 
     @property
     def label(self) -> str:
-        if self.dense == LOSSLESS:
-            return SHORT
-        return EXACT if self.compressor is None else f"{self.compressor} by {self.exchange}"
+        group = self.group
+        exact = SHORT if group.dense == LOSSLESS else EXACT
+        return exact if group.compressor is None else f"{group.compressor} by {group.exchange}"
 
 
 def best_plan(
@@ -289,7 +284,7 @@ def price_options(
     policies = default_policies() if policies is None else policies
     if compressors is None:
         compressors = [text for text in defaults(measurement.optimizer) if measurement.exchanges(text)]
-    exact = _Leaf(None, "all_reduce", measurement.costs())
+    exact = _Leaf(Group(_ALL), measurement.costs())
     priced = [stock_option(measurement)]
     if measurement.tables:  # which travel as rows, so that ``attach(model)`` is not the same as stock DDP
         choices = (0,) * len(measurement.names)
@@ -298,7 +293,7 @@ def price_options(
         return priced
     priced += _fused(measurement, exact, policies)
     if measurement.dense_codes:
-        priced += _fused(measurement, _Leaf(None, "all_reduce", measurement.lossless_costs(), LOSSLESS), policies)
+        priced += _fused(measurement, _Leaf(Group(_ALL, dense=LOSSLESS), measurement.lossless_costs()), policies)
     leaves = list(_leaves(measurement, compressors))
     for leaf in leaves:
         priced += _fused(measurement, leaf, policies)
@@ -315,7 +310,7 @@ def _leaves(measurement: Measurement, compressors: Sequence[str]) -> Iterator[_L
         for exchange in exchanges:
             costs = measurement.costs(compressor, exchange)
             if any(costs.coded):
-                yield _Leaf(compressor, exchange, costs)
+                yield _Leaf(Group(_ALL, 0, compressor, exchange), costs)
 
 
 def stock_option(measurement: Measurement) -> Option:
@@ -324,7 +319,7 @@ def stock_option(measurement: Measurement) -> Option:
     Sparse gradients of tables are gathered. The groups of the option come from `usual_groups`.
     """
     jobs, wire_seconds = _stock_jobs(measurement)
-    groups = tuple(Group(*_named(measurement, indices)) for indices in usual_groups(measurement))
+    groups = tuple(Group(**_named(measurement, indices)) for indices in usual_groups(measurement))
     option = Option(STOCK, groups, 0.0, is_plain=True)
     return _timed(measurement, option, jobs, wire_seconds, [(STOCK, "all_reduce")])
 
@@ -451,7 +446,7 @@ def _fused(measurement: Measurement, leaf: _Leaf, policies: Sequence[Policy]) ->
     named.append((BEST_CUT, fastest_jobs(measurement.backward_seconds, (leaf.costs,))[0]))
     choices = (0,) * len(measurement.names)
     seen: set[Groups] = set()
-    if leaf.compressor is not None or leaf.dense == LOSSLESS:
+    if leaf.label != EXACT:
         seen.add(usual := usual_groups(measurement))
         yield _option(measurement, f"{leaf.label}, {USUAL}", [leaf], usual, choices, is_plain=True)
     for name, groups in named:
@@ -490,7 +485,7 @@ def _option(
     """Return an option by the option of each gradient: a group for each option in a job. Tables travel as rows."""
     costs = chosen_costs([leaf.costs for leaf in leaves], choices)
     groups = tuple(
-        Group(*_named(measurement, part), leaves[leaf].compressor, leaves[leaf].exchange, number > 0, leaves[0].dense)
+        replace(leaves[leaf].group, **_named(measurement, part), joins=number > 0)
         for job in jobs
         for number, (leaf, part) in enumerate(_parts(leaves, job, choices))
     )
@@ -507,10 +502,11 @@ def _option(
     )
 
 
-def _named(measurement: Measurement, indices: Sequence[int]) -> tuple[tuple[str, ...], int]:
+def _named(measurement: Measurement, indices: Sequence[int]) -> dict[str, Any]:
     """Return the names of gradients, and their bytes together, for a group of a plan."""
     chosen = [measurement.parameters[index] for index in indices]
-    return tuple(one.name for one in chosen), sum(one.numel * one.dtype.itemsize for one in chosen)
+    size_bytes = sum(one.numel * one.dtype.itemsize for one in chosen)
+    return {"parameters": tuple(one.name for one in chosen), "size_bytes": size_bytes}
 
 
 def _parts(leaves: Sequence[_Leaf], job: Sequence[int], choices: Sequence[int]) -> list[tuple[int, tuple[int, ...]]]:

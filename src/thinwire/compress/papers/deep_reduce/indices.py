@@ -192,7 +192,7 @@ class Bloom(IndexCodec):
 
     @property
     def name(self) -> str:  # type: ignore[override]
-        return f"bloom:{self.policy}" + ("" if self.fpr is None else f":{self.fpr:g}")
+        return f"bloom:{self.policy}" + ("" if self.fpr is None else f":{self.fpr!r}")
 
     @property
     def keeps_count(self) -> bool:  # type: ignore[override]

@@ -23,7 +23,7 @@ from thinwire.comm.process_group import Exchange
 from thinwire.errors import CorruptHeaderError, CorruptMessageError, LostPeerError, MismatchError, PeerError
 from thinwire.rows.formats import Format, Header, Kind
 from thinwire.rows.sparse import SparseRows
-from thinwire.sums.schedules import Stages, all_gather, ring_gather_schedule
+from thinwire.sums.schedules import Stages, all_gather
 from thinwire.sums.synchronize import agree, synchronize
 from thinwire.tune.prices import chosen
 
@@ -417,7 +417,7 @@ def test_a_failure_inside_a_stage_is_told_and_the_conversation_goes_on() -> None
         if exchange.rank == 1:
             stages.attempt(lambda: [][0])
         try:
-            all_gather(stages, ring_gather_schedule(exchange.rank, 3), Kind.GATHER, lambda: EMPTY_DRAFT, 8)
+            all_gather(stages, schemes.AGSPARSE_RING, Kind.GATHER, lambda: EMPTY_DRAFT, 8)
         except Exception as caught:
             error = caught
         return error, Channel(exchange, SUBJECT, 1).open(exchange.rank)

@@ -17,8 +17,7 @@ from thinwire.lab.bench.design_space import label, points
 from thinwire.rows.partition import BlockCyclic, Contiguous, HierarchicalHash, Permutation, core_size
 from thinwire.schemes import Aggregation, Balance, Communication, Format, Ownership, Partitioning, Scheme, Unit
 from thinwire.sums.named import name_of, resolve
-from thinwire.sums.schedules import ring_reduce_schedule
-from thinwire.sums.staged import REDUCE_SCHEDULES
+from thinwire.sums.schedules import REDUCE_SCHEDULES, ring_reduce_schedule
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,9 @@ from thinwire.comm.hosts import Hosts
 from thinwire.comm.process_group import ring_all_reduce_bytes
 from thinwire.rows.formats import Header, Part, Whole
 from thinwire.rows.partition import Partition
-from thinwire.sums import staged, union_shares
+from thinwire.sums import union_shares
 from thinwire.sums.cost import Pricing, is_doubling
-from thinwire.sums.schedules import Stage, gathering
+from thinwire.sums.schedules import GATHER_SCHEDULES, REDUCE_SCHEDULES, Stage, doubling_schedule, gathering
 from thinwire.sums.scheme import (
     BLOCK_ELEMENTS,
     Communication,
@@ -30,8 +30,7 @@ from thinwire.sums.scheme import (
     begins_with_opening,
     unit_shape,
 )
-from thinwire.sums.staged import GATHER_SCHEDULES, REDUCE_SCHEDULES
-from thinwire.sums.two_level import CHOICE, TwoLevel, flat, shares
+from thinwire.sums.two_level import WITHIN, TwoLevel, flat, shares
 
 Sum = Callable[[], Tensor]
 """The ids of a sum, for who asks: bytes between hosts depend on what is summed inside them."""
@@ -195,7 +194,7 @@ class _Flow:
 
     def _doubling(self, scheme: Scheme) -> Sum:
         price, whole, held = Pricing(scheme.push_choice, self.row_bytes), Whole(self.num_rows), list(self.ids)
-        for stages in _in_step(staged.doubling_schedule, self.world_size):
+        for stages in _in_step(doubling_schedule, self.world_size):
             sent = [_arriving(price, ids, whole) for ids in held]
             held = list(sent)
             for rank, stage in enumerate(stages):
@@ -250,7 +249,7 @@ class _Flow:
 
     def _two_level(self, scheme: TwoLevel) -> Sum:
         """Write down what is sent inside hosts, then between the ranks of one index, and back inside hosts."""
-        hosts, price = scheme.hosts, Pricing(CHOICE, self.row_bytes)
+        hosts, price = scheme.hosts, Pricing(WITHIN.push_choice, self.row_bytes)
         assert hosts is not None
         self._open()
         partitions = [shares(scheme, self.num_rows, len(ranks)) for ranks in hosts]

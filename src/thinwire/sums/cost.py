@@ -15,10 +15,9 @@ from thinwire.comm.process_group import ring_all_reduce_bytes
 from thinwire.rows import formats as wire
 from thinwire.rows.formats import Format, FormatChoice, Header, Part, Whole
 from thinwire.sums import union_shares
-from thinwire.sums.schedules import gathering
+from thinwire.sums.schedules import GATHER_SCHEDULES, REDUCE_SCHEDULES, gathering
 from thinwire.sums.scheme import Aggregation, Communication, Ownership, Scheme, Unit, begins_with_opening, unit_shape
-from thinwire.sums.staged import GATHER_SCHEDULES, REDUCE_SCHEDULES
-from thinwire.sums.two_level import CHOICE, TwoLevel, flat, shares
+from thinwire.sums.two_level import WITHIN, TwoLevel, flat, shares
 
 DENSIFICATION_EXPONENT = 0.6
 """Aggregating n ranks multiplies the density by about n^0.6: the published models lie between n^0.3 (DeepFM,
@@ -141,7 +140,7 @@ def _expected_two_level_bytes(scheme: TwoLevel, demand: Demand) -> float:
     most, linked = max(map(len, scheme.hosts)), min(map(len, scheme.hosts))
     of_host = held * (total / held) ** (math.log(most) / math.log(demand.world_size)) if held else 0.0
     part = shares(scheme, units.num_rows, most).parts[0]
-    price = Pricing(CHOICE, units.row_bytes)
+    price = Pricing(WITHIN.push_choice, units.row_bytes)
     push = (linked - 1) * price.message_bytes(round(held / linked), part) + (most - linked) * Header.NUM_BYTES
     pull = (most - 1) * price.message_bytes(round(total / linked), part)
     between = replace(

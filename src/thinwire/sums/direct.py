@@ -1,8 +1,9 @@
-"""Patterns in which every rank sends to every other one directly, as ZEN's push and pull.
+"""Rows as messages: pushed to their owners, and gathered on all ranks, as ZEN's push and pull.
 
-There is one stage, so each piece of a tensor travels once: rows of a part, encoded as a draft, decoded and summed.
-Balanced parallelism is `reduce_scatter` to the owners, then `all_gather` from them (ZEN, section 2.3);
-AGsparse is `all_reduce`. Pieces are added in rank order, so all ranks get the same bits in every run.
+A piece of a tensor, rows of a part, is encoded as a draft, decoded and summed. Where every rank sends to every other
+one directly, there is one stage, so each piece travels once. Balanced parallelism is `reduce_scatter` to the owners,
+then `all_gather` from them (ZEN, section 2.3); AGsparse is `all_reduce`. Pieces are added in rank order, so all ranks
+get the same bits in every run. Messages may also be gathered along a schedule, which changes nothing of them.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,6 +18,9 @@ from thinwire.rows import formats as wire
 from thinwire.rows.formats import Format, FormatChoice, Kind, Message, Part, Whole
 from thinwire.rows.partition import Partition
 from thinwire.rows.sparse import SparseRows
+from thinwire.sums import schedules
+from thinwire.sums.schedules import Stages
+from thinwire.sums.scheme import Communication, Scheme
 
 Piece = tuple[Tensor, Tensor]  # (positions in a part, increasing; values [k, width])
 
@@ -42,31 +46,30 @@ def as_sent(choice: FormatChoice, part: Part, piece: Piece) -> Piece:
     return torch.arange(part.size), values.new_zeros(part.size, width).index_copy_(0, positions, values)
 
 
-def decode(message: Message, part: Part, width: int, like: SparseRows, channel: Channel) -> Piece:
-    """Decode the rows of a message, ``width`` wide, in the dtype of ``like``.
+def decode(message: Message, part: Part, like: SparseRows, channel: Channel) -> Piece:
+    """Decode the rows of a message, of the width and dtype of ``like``.
 
     Raises:
         CorruptMessageError: see `Channel.reading`.
     """
-    header, about = message.header, (message.payload, width, like.values.dtype)
+    header, about = message.header, (message.payload, like.width, like.values.dtype)
     with channel.reading(message):
         return wire.decode(header.format, part, header.count, *about, lambda size: check_fits(size, channel.where))
 
 
-def total(
-    messages: Sequence[Message], part: Part, width: int, like: SparseRows, channel: Channel, scale: float
-) -> Piece:
+def total(messages: Sequence[Message], part: Part, like: SparseRows, channel: Channel, scale: float) -> Piece:
     """Sum what all ranks sent for a part, in rank order, times ``scale``, rounded once."""
-    return kernels.sum_rows([decode(message, part, width, like, channel) for message in messages], scale)
+    return kernels.sum_rows([decode(message, part, like, channel) for message in messages], scale)
 
 
-def limit(part: Part, width: int, like: SparseRows) -> int:
-    """Return the most bytes of a payload for this part: all its rows, in the most wasteful format."""
-    return wire.most_payload_bytes(width * like.values.itemsize, part.size, part.num_rows)
+def limit(rows: SparseRows, *parts: Part) -> int:
+    """Return the most bytes of a payload for one of these parts: all its rows, in the most wasteful format."""
+    row_bytes = rows.width * rows.values.itemsize
+    return max(wire.most_payload_bytes(row_bytes, part.size, part.num_rows) for part in parts)
 
 
 def reduce_scatter(
-    rows: SparseRows, partition: Partition, choice: FormatChoice, channel: Channel, scale: float
+    rows: SparseRows, partition: Partition, scheme: Scheme, channel: Channel, scale: float
 ) -> Callable[[], Piece]:
     """Send each owner its share; return a function that sums the pieces of this rank's own part.
 
@@ -77,32 +80,33 @@ def reduce_scatter(
 
     def drafts() -> list[Draft]:
         return [
-            draft(choice, part, rows, channel, (positions, rows.values), indices)
+            draft(scheme.push_choice, part, rows, channel, (positions, rows.values), indices)
             for part, (positions, indices) in zip(partition.parts, partition.split(rows.ids), strict=True)
         ]
 
-    messages = channel.swap(Kind.PUSH, drafts, limit(mine, rows.width, rows))
-    return lambda: total(messages, mine, rows.width, rows, channel, scale)
+    messages = channel.swap(Kind.PUSH, drafts, limit(rows, mine))
+    return lambda: total(messages, mine, rows, channel, scale)
 
 
 def all_gather(
-    rows: SparseRows, total: Callable[[], Piece], partition: Partition, choice: FormatChoice, channel: Channel
+    rows: SparseRows,
+    total: Callable[[], Piece],
+    partition: Partition,
+    scheme: Scheme,
+    channel: Channel,
+    stages: Stages | None = None,
 ) -> SparseRows:
-    """Send the total of this rank's part to all ranks, and return the whole sum, ids sorted."""
+    """Send the total of this rank's part to all ranks, and return the whole sum, ids sorted.
 
-    def drafts() -> list[Draft]:
-        return [draft(choice, partition.parts[channel.rank], rows, channel, total())] * channel.world_size
+    Args:
+        stages: those in which parts came to their owners, if they did in stages; a failure in them is reported here.
+    """
 
-    messages = channel.swap(Kind.PULL, drafts, max(limit(part, rows.width, rows) for part in partition.parts))
-    return joined(messages, rows, partition, channel)
+    def prepare() -> Draft:
+        return draft(scheme.pull_choice, partition.parts[channel.rank], rows, channel, total())
 
-
-def joined(messages: Sequence[Message], rows: SparseRows, partition: Partition, channel: Channel) -> SparseRows:
-    """Join the whole sum, ids sorted, from the messages of the ranks that own a part, in rank order."""
-    parts = [
-        decode(message, part, rows.width, rows, channel)
-        for message, part in zip(messages, partition.parts[: len(messages)], strict=True)
-    ]
+    messages = _gathered(Kind.PULL, prepare, limit(rows, *partition.parts), scheme, channel, stages)
+    parts = [decode(message, part, rows, channel) for message, part in zip(messages, partition.parts, strict=False)]
     owned = partition.join([positions for positions, _ in parts]).split([len(positions) for positions, _ in parts])
     ids, indices = kernels.union_positions(owned, rows.num_rows)
     values = rows.values.new_empty(ids.numel(), rows.width)
@@ -111,12 +115,21 @@ def joined(messages: Sequence[Message], rows: SparseRows, partition: Partition, 
     return SparseRows.trusted(ids, values, rows.num_rows)
 
 
-def all_reduce(rows: SparseRows, choice: FormatChoice, channel: Channel, scale: float) -> SparseRows:
-    """Send the whole tensor to all ranks, each of which sums all tensors."""
+def all_reduce(rows: SparseRows, scheme: Scheme, channel: Channel, scale: float) -> SparseRows:
+    """Gather the whole tensors of all ranks, each of which sums all of them; in stages after `Channel.open`."""
     whole = Whole(rows.num_rows)
 
-    def drafts() -> list[Draft]:
-        return [draft(choice, whole, rows, channel, (rows.ids, rows.values))] * channel.world_size
+    def prepare() -> Draft:
+        return draft(scheme.push_choice, whole, rows, channel, (rows.ids, rows.values))
 
-    messages = channel.swap(Kind.GATHER, drafts, limit(whole, rows.width, rows))
-    return SparseRows.trusted(*total(messages, whole, rows.width, rows, channel, scale), rows.num_rows)
+    messages = _gathered(Kind.GATHER, prepare, limit(rows, whole), scheme, channel)
+    return SparseRows.trusted(*total(messages, whole, rows, channel, scale), rows.num_rows)
+
+
+def _gathered(
+    kind: Kind, prepare: Callable[[], Draft], most: int, scheme: Scheme, channel: Channel, stages: Stages | None = None
+) -> list[Message]:
+    """Return the message of each rank, of at most ``most`` bytes, in rank order; see `schedules.all_gather`."""
+    if scheme.pull_by is Communication.POINT_TO_POINT:
+        return channel.swap(kind, lambda: [prepare()] * channel.world_size, most)
+    return schedules.all_gather(stages or Stages(channel), scheme, kind, prepare, most)

@@ -10,9 +10,9 @@ all-reduce. One-shot aggregation under centralization only gathers, which is AGs
 
 In recursive halving a rank keeps half of its parts in every stage, and gives the other half away. Partners add up what
 they keep, so that in the end each has the sum of one part: a reduce-scatter in log2 n stages. With the all-gather of
-`thinwire.sums.staged.doubling_schedule`, dense formats and contiguous parts, that is the classical halving-doubling
-all-reduce (Rabenseifner, ICCS 2004). If the world size is not a power of two, the ranks beyond the largest power first
-hand their parts to a partner, own nothing, and get the result at the end.
+`doubling_schedule`, dense formats and contiguous parts, that is the classical halving-doubling all-reduce
+(Rabenseifner, ICCS 2004). If the world size is not a power of two, the ranks beyond the largest power first hand their
+parts to a partner, own nothing, and get the result at the end.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,6 +23,7 @@ from typing import TypeVar
 from thinwire.comm.channel import Channel, Draft
 from thinwire.rows.formats import Kind, Message
 from thinwire.rows.partition import core_size
+from thinwire.sums.scheme import Communication, Scheme
 
 T = TypeVar("T")
 
@@ -119,24 +120,20 @@ def gathering(schedule: Sequence[Stage], rank: int, num_origins: int) -> list[St
     return [relevant(stage) for stage in schedule]
 
 
-def all_gather(
-    stages: Stages,
-    schedule: Sequence[Stage],
-    kind: Kind,
-    prepare: Callable[[], Draft],
-    max_payload_bytes: int,
-    num_origins: int | None = None,
-) -> list[Message]:
-    """Gather every rank's message, in rank order, passed on unchanged, with its sender and checksum.
+def all_gather(stages: Stages, scheme: Scheme, kind: Kind, prepare: Callable[[], Draft], most: int) -> list[Message]:
+    """Gather the messages of all ranks, or of those that own a part, in rank order, by the schedule of a scheme.
+
+    They are passed on unchanged, with their sender and checksum.
 
     Args:
-        num_origins: number of ranks, the first ones, that prepare a message; None for all.
+        most: most bytes of a payload.
 
     Raises:
         PeerError, CorruptMessageError: a stage of ``stages`` failed.
     """
-    rank = stages.channel.rank
-    origins = range(stages.channel.world_size if num_origins is None else num_origins)
+    rank, world_size = stages.channel.rank, stages.channel.world_size
+    origins = range(scheme.num_owners(world_size) if scheme.is_parallel else world_size)
+    schedule = GATHER_SCHEDULES[scheme.pull_by](rank, world_size)
     held: dict[int, Message] = {}
 
     def begin() -> None:
@@ -146,12 +143,7 @@ def all_gather(
         stages.attempt(begin)
     for stage in gathering(schedule, rank, len(origins)):
         incoming = stages.swap(
-            kind,
-            stage,
-            len(stage.sends),
-            stage.receives,
-            lambda sends=stage.sends: [held[origin] for origin in sends],
-            max_payload_bytes,
+            kind, stage, len(stage.sends), stage.receives, lambda sends=stage.sends: [held[one] for one in sends], most
         )
         held.update(zip(stage.receives, incoming, strict=True))
     stages.finish()
@@ -187,6 +179,40 @@ def _ring(rank: int, world_size: int, behind: int) -> list[Stage]:
     return [Stage(following, (sent,), before, (received,)) for sent, received in pairwise(sends)]
 
 
+def doubling_schedule(rank: int, world_size: int) -> list[Stage]:
+    """Return the stages of one rank in recursive doubling, equally many on all ranks.
+
+    A stage that hands out the result names all ranks.
+
+    Example:
+        >>> doubling_schedule(2, 3)
+        [Stage(target=0, sends=(2,), source=None, receives=()), Stage(target=None, sends=(), source=None, \
+receives=()), Stage(target=None, sends=(), source=0, receives=(0, 1, 2))]
+    """
+    core = core_size(world_size)
+    extra = rank + core if rank + core < world_size else None
+    everyone = tuple(range(world_size))
+    stages = []
+    for bit in range(core.bit_length() - 1):
+        partner = rank ^ (1 << bit)
+        mine, theirs = _group(rank, bit, core, world_size), _group(partner, bit, core, world_size)
+        stages.append(Stage(partner, mine, partner, theirs) if rank < core else Stage())
+    if core == world_size:
+        return stages
+    if rank >= core:
+        return [Stage(target=rank - core, sends=(rank,)), *stages, Stage(source=rank - core, receives=everyone)]
+    if extra is None:
+        return [Stage(), *stages, Stage()]
+    return [Stage(source=extra, receives=(extra,)), *stages, Stage(target=extra, sends=everyone)]
+
+
+def _group(rank: int, bit: int, core: int, world_size: int) -> tuple[int, ...]:
+    """Return the ranks whose contributions a rank of the core holds before the stage of a bit."""
+    first = rank >> bit << bit
+    members = range(first, first + (1 << bit))
+    return (*members, *(member + core for member in members if member + core < world_size))
+
+
 def halving_schedule(rank: int, world_size: int) -> list[Stage]:
     """Return the stages of one rank in recursive halving of parts, owned by the first `core_size` ranks.
 
@@ -218,3 +244,10 @@ def _half(rank: int, bit: int) -> tuple[int, ...]:
     """Return the owners whose numbers differ from ``rank`` only in the bits below ``bit``."""
     first = rank >> bit << bit
     return tuple(range(first, first + (1 << bit)))
+
+
+REDUCE_SCHEDULES = {Communication.RING: ring_reduce_schedule, Communication.HIERARCHY: halving_schedule}
+"""Functions from rank and world size to the stages in which parts travel to their owners."""
+
+GATHER_SCHEDULES = {Communication.RING: ring_gather_schedule, Communication.HIERARCHY: doubling_schedule}
+"""Functions from rank and world size to the stages in which the message of each rank travels to all."""

@@ -88,23 +88,19 @@ def _summed(rows: SparseRows, scheme: Scheme, channel: Channel, scale: float) ->
         return known_ids.all_reduce(rows, scheme.push_format, by_columns, channel, scale)
     if scheme.is_parallel:
         return _by_owners(rows, scheme, channel, scale)
-    if scheme.communication is Communication.POINT_TO_POINT:
-        return direct.all_reduce(rows, scheme.push_choice, channel, scale)
-    if scheme.aggregation is Aggregation.INCREMENTAL:
+    if scheme.communication is Communication.HIERARCHY and scheme.aggregation is Aggregation.INCREMENTAL:
         return staged.recursive_doubling(rows, scheme.push_choice, channel, scale)
-    return staged.gather_and_add(rows, scheme, channel, scale)
+    return direct.all_reduce(rows, scheme, channel, scale)
 
 
 def _by_owners(rows: SparseRows, scheme: Scheme, channel: Channel, scale: float) -> SparseRows:
     partition, stages = scheme.rows_partition(rows.num_rows, channel.world_size), None
     if scheme.communication is Communication.POINT_TO_POINT:
-        total = direct.reduce_scatter(rows, partition, scheme.push_choice, channel, scale)
+        total = direct.reduce_scatter(rows, partition, scheme, channel, scale)
     else:
         stages = Stages(channel)
         total = staged.reduce_scatter(rows, partition, scheme, stages, scale)
-    if scheme.pull_by is Communication.POINT_TO_POINT:
-        return direct.all_gather(rows, total, partition, scheme.pull_choice, channel)
-    return staged.gather(rows, total, partition, scheme, stages or Stages(channel))
+    return direct.all_gather(rows, total, partition, scheme, channel, stages)
 
 
 def dense_all_reduce(tensor: Tensor, channel: Channel, scale: float = 1.0) -> None:

@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from thinwire.comm.channel import Channel
 from thinwire.comm.hosts import Hosts, ranks_of_hosts
 from thinwire.errors import deferred
-from thinwire.rows.formats import FORMATS, FormatChoice
 from thinwire.rows.partition import FirstRanks, Partition, Permutation
 from thinwire.rows.sparse import SparseRows
 from thinwire.sums import direct
@@ -20,8 +19,10 @@ from thinwire.sums.direct import Piece
 from thinwire.sums.scheme import Aggregation, Balance, Communication, Partitioning, Scheme, Unit, from_units, to_units
 
 TWO_LEVEL_PREFIX = "two_level:"
-CHOICE: Final = FormatChoice(FORMATS)
-"""Formats of messages inside a host: each has the one of fewest bytes."""
+WITHIN: Final = Scheme(
+    Communication.POINT_TO_POINT, Aggregation.INCREMENTAL, Partitioning.PARALLELISM, Balance.BALANCED
+)
+"""The scheme inside a host, where each message has the format of fewest bytes; the partition is that of `shares`."""
 _SEED_OFFSET = 0x2C1B3C6D
 """Offset of the seed inside a host: dealt by the same hash as between hosts, a rank's rows of one residue would all
 have one owner."""
@@ -101,8 +102,7 @@ class TwoLevel:
 
     def within(self) -> Scheme:
         """Return the scheme of one level that remains if all ranks are on one host."""
-        direct = Communication.POINT_TO_POINT, Aggregation.INCREMENTAL, Partitioning.PARALLELISM, Balance.BALANCED
-        return Scheme(*direct, seed=self.between.seed, unit=self.between.unit)
+        return replace(WITHIN, seed=self.between.seed, unit=self.between.unit)
 
     @property
     def unit(self) -> Unit:
@@ -188,9 +188,9 @@ class _Run:
     def sum(self, rows: SparseRows, scale: float) -> SparseRows:
         partition = shares(self._scheme, rows.num_rows, len(self._host))
         size = partition.parts[self._inside.rank].size
-        reduced = deferred(lambda: direct.reduce_scatter(rows, partition, CHOICE, self._inside, 1.0))
+        reduced = deferred(lambda: direct.reduce_scatter(rows, partition, WITHIN, self._inside, 1.0))
         total = deferred(lambda: self._between_hosts(lambda: SparseRows.trusted(*reduced()(), size), scale))
-        summed = direct.all_gather(rows, total, partition, CHOICE, self._inside)
+        summed = direct.all_gather(rows, total, partition, WITHIN, self._inside)
         for channel in (self._inside, self._partners):
             self._channel.saved_bytes += channel.saved_bytes if channel else 0
             for kind, formats in (channel.formats_sent if channel else {}).items():

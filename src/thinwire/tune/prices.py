@@ -23,8 +23,8 @@ from thinwire.comm.process_group import ring_all_reduce_bytes
 from thinwire.rows.sparse import SparseRows
 from thinwire.sums.cost import Demand, expected_bytes
 from thinwire.sums.named import AGSPARSE_CODED, COLUMN_SPLIT, DENSE, SPARCML_CODED, UNION_SPLIT, ZEN, name_of
+from thinwire.sums.schedules import GATHER_SCHEDULES, REDUCE_SCHEDULES
 from thinwire.sums.scheme import Aggregation, Communication, Ownership, Scheme, begins_with_opening, unit_shape
-from thinwire.sums.staged import GATHER_SCHEDULES, REDUCE_SCHEDULES
 from thinwire.sums.synchronize import placed
 from thinwire.sums.two_level import TwoLevel
 

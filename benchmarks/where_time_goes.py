@@ -76,7 +76,7 @@ def wire_seconds(workload: Workload, world_size: int, mbit: float) -> dict[str, 
     scheme, ids = resolve("column_split"), [workload.ids(rank) for rank in range(world_size)]
     assert isinstance(scheme, Scheme)
     held, (num_rows, width) = tuple(part.numel() for part in ids), workload.shape()
-    plan = UnionPlan(held, num_rows, width, 4, scheme.push_format, by_columns=True)
+    plan = UnionPlan(held, num_rows, width, 4, scheme)
     union, ranks = plan.union(ids), range(world_size)
 
     def pushed(rank: int, owner: int, early: bool) -> int:

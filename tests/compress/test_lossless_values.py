@@ -265,7 +265,7 @@ def test_a_coded_payload_is_shorter_and_gives_back_every_bit(format: Format, num
 @pytest.mark.parametrize("kind", ["short", "long", "no code", "only ids"])
 def test_a_malformed_code_of_values_is_refused(kind: str) -> None:
     """Though its frame is right: by the rank that sent it, say, with other rows."""
-    plan = UnionPlan((300, 300), 300, 16, 4, (Format.COO,), True)
+    plan = UnionPlan((300, 300), 300, 16, 4, replace(COLUMN_SPLIT, push_format=(Format.COO,)))
     channel = MagicMock(rank=1, world_size=2)
     shares = _Shares(rows_of(1, 300), plan, channel, 1.0)
     lead, size = plan.lead_bytes(0, 0), plan.lead_bytes(0, 0) + 300 * 8 * 4

@@ -21,15 +21,7 @@ from thinwire.rows.partition import Partition
 from thinwire.sums import union_shares
 from thinwire.sums.cost import Pricing, is_doubling
 from thinwire.sums.schedules import GATHER_SCHEDULES, REDUCE_SCHEDULES, Stage, doubling_schedule, gathering
-from thinwire.sums.scheme import (
-    BLOCK_ELEMENTS,
-    Communication,
-    Ownership,
-    Scheme,
-    Unit,
-    begins_with_opening,
-    unit_shape,
-)
+from thinwire.sums.scheme import BLOCK_ELEMENTS, Communication, Scheme, Unit, begins_with_opening, unit_shape
 from thinwire.sums.two_level import WITHIN, TwoLevel, flat, shares
 
 Sum = Callable[[], Tensor]
@@ -161,8 +153,7 @@ class _Flow:
 
     def _known_ids(self, scheme: Scheme) -> Sum:
         held = tuple(ids.numel() for ids in self.ids)
-        by_columns = scheme.ownership is Ownership.COLUMNS
-        plan = union_shares.UnionPlan(held, self.num_rows, self.width, self.itemsize, scheme.push_format, by_columns)
+        plan = union_shares.UnionPlan(held, self.num_rows, self.width, self.itemsize, scheme)
         union = plan.union(self.ids)
         for rank in range(self.world_size):
             self._send_to_all(rank, plan.swapped_ids_bytes(rank))

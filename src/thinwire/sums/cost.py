@@ -16,7 +16,7 @@ from thinwire.rows import formats as wire
 from thinwire.rows.formats import Format, FormatChoice, Header, Part, Whole
 from thinwire.sums import union_shares
 from thinwire.sums.schedules import GATHER_SCHEDULES, REDUCE_SCHEDULES, gathering
-from thinwire.sums.scheme import Aggregation, Communication, Ownership, Scheme, Unit, begins_with_opening, unit_shape
+from thinwire.sums.scheme import Aggregation, Communication, Scheme, Unit, begins_with_opening, unit_shape
 from thinwire.sums.two_level import WITHIN, TwoLevel, flat, shares
 
 DENSIFICATION_EXPONENT = 0.6
@@ -109,11 +109,8 @@ def expected_bytes(scheme: Scheme | TwoLevel, demand: Demand) -> float:
     if single.unit is not Unit.ROWS:
         return expected_bytes(replace(single, unit=Unit.ROWS), _in_units(demand, single.unit))
     if single.knows_ids:
-        by_columns = single.ownership is Ownership.COLUMNS
         held = (round(count),) * world_size
-        plan = union_shares.UnionPlan(
-            held, demand.num_rows, demand.width, demand.itemsize, single.push_format, by_columns
-        )
+        plan = union_shares.UnionPlan(held, demand.num_rows, demand.width, demand.itemsize, single)
         return opening + plan.expected_bytes(union)
 
     def rows(ranks: int) -> float:

@@ -28,17 +28,16 @@ from thinwire.rows import formats as wire
 from thinwire.rows.formats import Format, Kind, Whole
 from thinwire.rows.sparse import SparseRows
 from thinwire.sums.owners import Arriving, OwnerSum
+from thinwire.sums.scheme import Scheme
 from thinwire.sums.union_shares import Share, Union, UnionPlan
 
 
-def all_reduce(
-    rows: SparseRows, formats: tuple[Format, ...], by_columns: bool, channel: Channel, scale: float
-) -> SparseRows:
-    """Sum rows over all ranks, each of which adds up its share of the union; ``formats`` are for the ids.
+def all_reduce(rows: SparseRows, scheme: Scheme, channel: Channel, scale: float) -> SparseRows:
+    """Sum rows over all ranks, each of which adds up its share of the union.
 
     Call it after `Channel.open`, which gathers how many of these rows each rank holds.
     """
-    plan = UnionPlan(tuple(channel.held), rows.num_rows, rows.width, rows.values.element_size(), formats, by_columns)
+    plan = UnionPlan(tuple(channel.held), rows.num_rows, rows.width, rows.values.element_size(), scheme)
     if plan.sent_rows(channel.rank) > rows.ids.numel():
         rows = SparseRows.trusted(torch.arange(rows.num_rows), rows.to_dense(), rows.num_rows)
     channel.formats_sent = {Kind.PUSH: {plan.format(channel.rank)}, Kind.PULL: {Format.DENSE}}

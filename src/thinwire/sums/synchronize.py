@@ -10,16 +10,7 @@ from thinwire.rows.sparse import SparseRows
 from thinwire.sums import direct, known_ids, staged, two_level
 from thinwire.sums.named import resolve
 from thinwire.sums.schedules import Stages
-from thinwire.sums.scheme import (
-    Aggregation,
-    Communication,
-    Ownership,
-    Scheme,
-    Unit,
-    begins_with_opening,
-    from_units,
-    to_units,
-)
+from thinwire.sums.scheme import Aggregation, Communication, Scheme, Unit, begins_with_opening, from_units, to_units
 from thinwire.sums.two_level import TwoLevel
 
 
@@ -84,8 +75,7 @@ def synchronize(rows: SparseRows, scheme: Scheme | TwoLevel, channel: Channel, s
 
 def _summed(rows: SparseRows, scheme: Scheme, channel: Channel, scale: float) -> SparseRows:
     if scheme.knows_ids:
-        by_columns = scheme.ownership is Ownership.COLUMNS
-        return known_ids.all_reduce(rows, scheme.push_format, by_columns, channel, scale)
+        return known_ids.all_reduce(rows, scheme, channel, scale)
     if scheme.is_parallel:
         return _by_owners(rows, scheme, channel, scale)
     if scheme.communication is Communication.HIERARCHY and scheme.aggregation is Aggregation.INCREMENTAL:

@@ -10,6 +10,7 @@ from torch import Tensor
 from thinwire.comm.frames import frame_bytes
 from thinwire.rows import formats as wire
 from thinwire.rows.formats import Format
+from thinwire.sums.scheme import Ownership, Scheme
 
 CHUNK_BYTES = 96 * 1024
 """Fewest bytes of a chunk for one owner: smaller ones cost more in messages than they save in waiting. Of
@@ -136,16 +137,15 @@ class UnionPlan:
     Args:
         held: number of rows that each rank holds.
         num_rows, width, itemsize: size of the tensor; ``itemsize`` in bytes.
-        formats: formats to choose from for the ids.
-        by_columns: whether some columns of every row are pushed before the ids are known, or rows are only dealt.
+        scheme: its push has the formats of ids. If it owns columns, some of every row are pushed before the ids are
+            known; else rows are only dealt.
     """
 
     held: tuple[int, ...]
     num_rows: int
     width: int
     itemsize: int
-    formats: tuple[Format, ...]
-    by_columns: bool
+    scheme: Scheme
 
     @property
     def world_size(self) -> int:
@@ -169,7 +169,7 @@ class UnionPlan:
 
     def _format_and_bytes(self, held: int) -> tuple[Format, int]:
         share_bytes = -(-self.width // self.world_size) * self.itemsize
-        format = wire.smallest(self.formats, held, share_bytes, self.num_rows, self.num_rows)
+        format = wire.smallest(self.scheme.push_format, held, share_bytes, self.num_rows, self.num_rows)
         if format is Format.DENSE:
             return format, 0
         return format, wire.payload_bytes(format, held, 0, self.num_rows, self.num_rows)
@@ -177,7 +177,7 @@ class UnionPlan:
     @cached_property
     def num_early(self) -> int:
         """Number of columns pushed before the ids are known; equal for all owners unless these are all columns."""
-        if not self.by_columns:
+        if self.scheme.ownership is not Ownership.COLUMNS:
             return 0
         some = self.width // EARLY_SHARE // self.world_size * self.world_size
         share_bytes = self._fullest * self.width * self.itemsize // self.world_size

@@ -61,13 +61,11 @@ def _waiting_seconds(scheme: Scheme, world_size: int, machine: Machine) -> float
 
 def _num_stages(scheme: Scheme, world_size: int) -> tuple[int | None, int | None]:
     """Return the stages on the way to the owners and back; None where all ranks send to all at once."""
-    direct = Communication.POINT_TO_POINT
+    push, pull = REDUCE_SCHEDULES.get(scheme.communication), GATHER_SCHEDULES.get(scheme.pull_by)
+    gathers = None if pull is None else len(pull(0, world_size))
     if not scheme.is_parallel:
-        gathers = None if scheme.communication is direct else GATHER_SCHEDULES[scheme.communication](0, world_size)
-        return (None if gathers is None else len(gathers)), 0
-    push = None if scheme.communication is direct else len(REDUCE_SCHEDULES[scheme.communication](0, world_size))
-    pull = None if scheme.pull_by is direct else len(GATHER_SCHEDULES[scheme.pull_by](0, world_size))
-    return push, pull
+        return gathers, 0
+    return None if push is None else len(push(0, world_size)), gathers
 
 
 def work_seconds(scheme: Scheme, demand: Demand, machine: Machine) -> float:

@@ -22,7 +22,7 @@ from thinwire.lab.bench.turns import HostsBenchmark, quantile, seconds_of_runs
 from thinwire.lab.bench.workload import Workload
 from thinwire.lab.ledger import host_of_ranks, pair_bytes, unit_ids, value_lower_bound_bytes
 from thinwire.sums.cost import Demand
-from thinwire.sums.scheme import Ownership, Scheme, unit_shape
+from thinwire.sums.scheme import Scheme, unit_shape
 from thinwire.sums.two_level import TwoLevel
 from thinwire.sums.union_shares import UnionPlan
 from thinwire.tune.prices import expected_seconds
@@ -274,8 +274,7 @@ def _shares_of_union(
 
     Rows that an owner holds itself do not count: it is dealt rows that it holds.
     """
-    held, by_columns = tuple(part.numel() for part in ids), scheme.ownership is Ownership.COLUMNS
-    plan = UnionPlan(held, num_rows, width, dtype.itemsize, scheme.push_format, by_columns)
+    plan = UnionPlan(tuple(part.numel() for part in ids), num_rows, width, dtype.itemsize, scheme)
     union, ranks = plan.union(ids), range(len(ids))
 
     def pushed(rank: int, owner: int) -> int:

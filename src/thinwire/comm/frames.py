@@ -27,7 +27,9 @@ def frame(header: Header, content: Tensor) -> Tensor:
     payload = made[Header.NUM_BYTES :]
     payload[content.numel() :] = 0
     payload[: content.numel()] = content
-    return _with_header(made, Message.sealed(header, payload))
+    record = Message.sealed(header, payload).header.pack()
+    made[: Header.NUM_BYTES] = torch.frombuffer(bytearray(record), dtype=torch.uint8)
+    return made
 
 
 def content_of(message: Message) -> Tensor:
@@ -45,7 +47,8 @@ def content_of(message: Message) -> Tensor:
 class Frames:
     """Sender and receiver of frames on a stream of a channel.
 
-    Kind and number identify a frame between two ranks; sender and receiver pass the same.
+    Kind and number identify a frame between two ranks; sender and receiver pass the same. The number is in the field of
+    the rows that a rank holds.
     """
 
     def __init__(self, channel: Channel, stream: Stream) -> None:
@@ -54,16 +57,18 @@ class Frames:
 
     def send(self, targets: Sequence[int], kind: Kind, number: int, make: Callable[[], Tensor]) -> None:
         """Queue one frame for some ranks; ``make`` returns its content, uint8 [k], when its turn comes, once."""
+        channel = self._channel
 
         @cache
         def message() -> Tensor:
             try:
-                made = self._made(kind, number, make())
+                content = make()
+                about = kind, channel.rank, channel.sequence, channel.digest
+                made = frame(Header(*about, held=number, count=content.numel()), content)
             except Exception as error:
                 self._stream.fail(error)
-                reason = self._channel.seal_error(error)
-                made = _with_header(torch.empty(Header.NUM_BYTES + reason.payload.numel(), dtype=torch.uint8), reason)
-                made[Header.NUM_BYTES :] = reason.payload
+                reason = channel.seal_error(error)
+                made = frame(reason.header, reason.payload[: reason.header.count])
             self.sent_bytes += len(targets) * made.numel()
             return made
 
@@ -100,14 +105,3 @@ class Frames:
                 raise LostPeerError(str(error)) from error
 
         return wait
-
-    def _made(self, kind: Kind, number: int, content: Tensor) -> Tensor:
-        """Return a frame; the number is in the field of the rows that a rank holds."""
-        channel = self._channel
-        header = Header(kind, channel.rank, channel.sequence, channel.digest, held=number, count=content.numel())
-        return frame(header, content)
-
-
-def _with_header(frame: Tensor, message: Message) -> Tensor:
-    frame[: Header.NUM_BYTES] = torch.frombuffer(bytearray(message.header.pack()), dtype=torch.uint8)
-    return frame

@@ -257,14 +257,14 @@ class _Floats:
         total = total.mul_(self.scale).to(own.dtype) if self.is_narrow else total
         if self.out is not None:
             cut, first = self.cuts[self.rank][number], self.cuts[self.rank][0]
-            self.out[_shifted(cut, -first.start)] = self._scaled(total)
+            self._keep(self.out[_shifted(cut, -first.start)], total)
         return total
 
     def pull(self, number: int, total: Tensor) -> Tensor:
         with self.working():
             message = self._encoded(total, self.report.pull)
             bits = self._bits(total)
-            self._values(self.rank, number).copy_(self._scaled(total))
+            self._keep(self._values(self.rank, number), total)
         self.report.predicted_bytes += (len(self.ranks) - 1) * self._message_bytes(total.numel(), bits)
         return message
 
@@ -273,15 +273,15 @@ class _Floats:
         started = time.perf_counter()
         started += self._decoded(receive, total, half)
         half.values += total.numel()
-        total.copy_(self._scaled(total))
+        self._keep(total, total)
         half.decode_seconds += self.report.book(Phase.DECOMPRESS, started)
 
     def _values(self, owner: int, number: int) -> Tensor:
         return self.flat[self.cuts[owner][number]]
 
-    def _scaled(self, total: Tensor) -> Tensor:
-        """Return a sum as ranks keep it: what is rounded was scaled before."""
-        return total if self.is_narrow or self.scale == 1.0 else total * self.scale
+    def _keep(self, out: Tensor, total: Tensor) -> None:
+        """Store a sum times the scale, in one pass; what is rounded was scaled before."""
+        out.copy_(total) if self.is_narrow or self.scale == 1.0 else torch.mul(total, self.scale, out=out)
 
     def _bits(self, values: Tensor) -> float:
         is_coded = values.numel() >= self.least_values

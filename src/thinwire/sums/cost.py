@@ -15,7 +15,7 @@ from thinwire.comm.process_group import ring_all_reduce_bytes
 from thinwire.rows import formats as wire
 from thinwire.rows.formats import Format, FormatChoice, Header, Part, Whole
 from thinwire.sums import union_shares
-from thinwire.sums.schedules import GATHER_SCHEDULES, REDUCE_SCHEDULES, gathering
+from thinwire.sums.schedules import GATHER_SCHEDULES, REDUCE_SCHEDULES, doubling_schedule, gathering
 from thinwire.sums.scheme import Aggregation, Communication, Scheme, Unit, begins_with_opening, unit_shape
 from thinwire.sums.two_level import WITHIN, TwoLevel, flat, shares
 
@@ -152,16 +152,10 @@ def _expected_whole_bytes(
 ) -> float:
     """Under centralization, where rank 0 is the busiest; ``rows`` of so many ranks together."""
     price, whole = Pricing(scheme.push_choice, row_bytes), Whole(num_rows)
-    if world_size == 1:
-        return 0
-    if scheme.communication is Communication.POINT_TO_POINT:
-        return (world_size - 1) * price.message_bytes(round(rows(1)), whole)
-    stages = GATHER_SCHEDULES[scheme.communication](0, world_size)
     if is_doubling(scheme):
-        merged = [len(stage.sends) for stage in stages if stage.target is not None]
+        merged = [len(stage.sends) for stage in doubling_schedule(0, world_size) if stage.target is not None]
         return sum(price.message_bytes(round(rows(ranks)), whole) for ranks in merged)
-    num_messages = sum(len(stage.sends) for stage in gathering(stages, 0, world_size))
-    return num_messages * price.message_bytes(round(rows(1)), whole)
+    return _num_gathered(scheme, 0, world_size, world_size) * price.message_bytes(round(rows(1)), whole)
 
 
 def _expected_by_owners_bytes(
@@ -179,7 +173,8 @@ def _expected_by_owners_bytes(
 
     def rank_bytes(rank: int) -> float:
         pushed = [push.message_bytes(share(ranks), part) for ranks in _merged(scheme, rank, world_size)]
-        return sum(pushed) + _num_pulls(scheme, rank, world_size) * pull_bytes + _empty_bytes(scheme, rank, world_size)
+        pulled = _num_gathered(scheme, rank, world_size, num_owners) * pull_bytes
+        return sum(pushed) + pulled + _empty_bytes(scheme, rank, world_size)
 
     grows = any(push.is_dense(share(ranks), part) for ranks in _merged(scheme, 0, world_size))
     pull_bytes = pull.message_bytes(part.size if grows else share(world_size), part)
@@ -204,12 +199,11 @@ def _merged(scheme: Scheme, rank: int, world_size: int) -> list[int]:
     return merged
 
 
-def _num_pulls(scheme: Scheme, rank: int, world_size: int) -> int:
-    """How many sums a rank sends on the way back, its own or sums of others."""
-    num_owners = scheme.num_owners(world_size)
+def _num_gathered(scheme: Scheme, rank: int, world_size: int, num_origins: int) -> int:
+    """How many messages a rank sends, its own or others', where all ranks get one of each of the first ranks."""
     if scheme.pull_by is Communication.POINT_TO_POINT:
-        return world_size - 1 if rank < num_owners else 0
-    stages = gathering(GATHER_SCHEDULES[scheme.pull_by](rank, world_size), rank, num_owners)
+        return world_size - 1 if rank < num_origins else 0
+    stages = gathering(GATHER_SCHEDULES[scheme.pull_by](rank, world_size), rank, num_origins)
     return sum(len(stage.sends) for stage in stages)
 
 

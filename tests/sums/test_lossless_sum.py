@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
@@ -20,11 +19,10 @@ from simgpu import simulated
 from thinwire.backend import _coded
 from thinwire.comm.channel import Channel, Subject, opening_bytes
 from thinwire.comm.cuda.device import CudaDevice
-from thinwire.comm.frames import Frames, frame_bytes
+from thinwire.comm.frames import frame_bytes
 from thinwire.errors import CorruptMessageError, LostPeerError, MismatchError
 from thinwire.kernels import dispatch
 from thinwire.rows import floats
-from thinwire.rows.formats import Kind
 from thinwire.sums import lossless as sums
 from thinwire.sums import owners
 from thinwire.sums.lossless import Loads, SumReport, begin, dealt, subject
@@ -167,33 +165,6 @@ def test_receives_may_be_posted_late(posted_bytes: int, monkeypatch: pytest.Monk
     tensors = gradients(7777, 3, torch.float32)
     for result in summed(tensors, 1 / 3)[0]:
         assert torch.equal(bits(result), bits(rank_order_sum(tensors, 1 / 3)))
-
-
-def test_receives_of_sums_are_posted_before_the_first_push_has_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gloo announces a receive behind the data that goes the other way, so a late one leaves the wire idle."""
-    monkeypatch.setattr(sums, "SEGMENT_VALUES", 512)
-    lock, posted_before = threading.Lock(), dict[int, int]()
-
-    class Noting(Frames):
-        def __init__(self, channel: Channel, stream: Any) -> None:
-            super().__init__(channel, stream)
-            self.rank, self.posted = channel.rank, 0
-
-        def receive(self, source: int, kind: Kind, number: int, most_bytes: int) -> Callable[[], Tensor]:
-            receive = super().receive(source, kind, number, most_bytes)
-            self.posted += 1
-
-            def wait() -> Tensor:
-                with lock:
-                    posted_before.setdefault(self.rank, self.posted)
-                return receive()
-
-            return wait
-
-    monkeypatch.setattr(owners, "Frames", Noting)
-    tensors = gradients(3 * 3 * 512, 3, torch.float32)
-    assert all(torch.equal(bits(one), bits(rank_order_sum(tensors, 1 / 3))) for one in summed(tensors, 1 / 3)[0])
-    assert posted_before == dict.fromkeys(range(3), 2 * 2 * 3), "three pushes and three sums of two others"
 
 
 def _scattered(tensors: Sequence[Tensor], size: int, exchange: LoopbackExchange) -> Tensor:

@@ -23,12 +23,8 @@ from thinwire.comm.frames import Frames
 from thinwire.errors import CorruptHeaderError, CorruptMessageError
 from thinwire.rows.formats import Kind
 
-POSTED_BYTES = 64 * 1024 * 1024
-"""Bytes up to which receives are posted ahead."""
-EARLY_ROUNDS, POSTED_ROUNDS = 2, 6
-"""Frames of each peer for which receives are posted ahead: before the first push, and while that is on the wire. To
-post all before took 8 ranks on two cores 10 ms. But Gloo announces a receive behind the data that goes the other way,
-and a frame whose receive is announced only when its turn has come leaves the wire idle until then."""
+POSTED_BYTES, POSTED_ROUNDS = 64 * 1024 * 1024, 2
+"""Bytes up to which receives are posted ahead, and frames of each peer. To post all took 8 ranks on two cores 10 ms."""
 
 _LEAST_POSTED = 8
 
@@ -87,7 +83,7 @@ class OwnerSum:
         self._stack = ExitStack()
         self._expected = self._frames_to_come()
         self._posted: deque[tuple[_Expected, Callable[[], Tensor]]] = deque()
-        self._room, self._rounds = POSTED_BYTES, EARLY_ROUNDS
+        self._room = POSTED_BYTES
         self._last = channel.rank
 
     def __enter__(self) -> OwnerSum:
@@ -107,7 +103,7 @@ class OwnerSum:
 
     def post(self) -> None:
         """Post receives of the frames that come next. A sender cannot begin before it knows that one is posted."""
-        most = max(_LEAST_POSTED, self._rounds * len(self._others))
+        most = max(_LEAST_POSTED, POSTED_ROUNDS * len(self._others))
         while self._room > 0 and len(self._posted) < most and self._post_next():
             pass
 
@@ -124,8 +120,7 @@ class OwnerSum:
 
     def finish(self) -> None:
         """Add up the segments of this rank, send the sums to all others, and take theirs."""
-        rank, code, self._rounds = self._channel.rank, self._code, POSTED_ROUNDS
-        self.post()
+        rank, code = self._channel.rank, self._code
         for number in range(code.segments[rank]):
             if code.most_pulled(rank, number):
                 total = self.naming(partial(code.add, number, self.pushed(number)))

@@ -435,6 +435,9 @@ def _refusals(context: RankContext) -> None:
         thinwire.attach(model, dense=compressor, optimizer=momentum).detach()
     with pytest.raises(thinwire.MismatchError, match=r"top_k\(0\.[12]\)"):
         attached({}, dense=thinwire.compress.top_k(0.1 + 0.1 * context.rank))
+    for low_rank in (thinwire.compress.power_sgd, thinwire.compress.acp_sgd):
+        with pytest.raises(thinwire.MismatchError, match="seed=1"):
+            attached({}, dense=low_rank(2, seed=context.rank))
     other = Network()
     other.scale = torch.ones(1 + context.rank)
     with pytest.raises(thinwire.MismatchError, match="buffer 'scale'"):

@@ -65,7 +65,8 @@ class LowRank(Compressor):
     def name(self) -> str:
         rate = "" if self.min_compression_rate == 2.0 else f", rate {self.min_compression_rate:g}"
         start = f", from step {self.start_step}" if self.start_step else ""
-        return f"{self.label}({self.rank}{rate}{start})"
+        seed = f", seed={self.seed}" if self.seed else ""  # ranks of other seeds would add factors that do not match
+        return f"{self.label}({self.rank}{rate}{start}{seed})"
 
     def rank_of(self, parameter: Parameter) -> int:
         """Return the rank with which a parameter is sent, or 0 if it is sent whole."""

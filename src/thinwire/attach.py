@@ -104,9 +104,9 @@ def attach(
     """
     model = find_model(model)
     group = _group_of(model, process_group)
+    if Synchronizer.runs_on(model):
+        raise ValueError("thinwire is attached to this model already: call detach() on its Synchronizer first")
     with telling_peers(group, None):
-        if Synchronizer.runs_on(model):
-            raise ValueError("thinwire is attached to this model already: call detach() on its Synchronizer first")
         check_timeout(timeout)
     with telling_peers(group, timeout):
         resolve(rows)

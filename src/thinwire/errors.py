@@ -64,9 +64,7 @@ class LostPeerError(PeerError):
     name the same one.
     """
 
-    def __init__(self, message: object = "", rank: int | None = None) -> None:
-        super().__init__(message)
-        self.rank = rank
+    rank: int | None = None
 
 
 class MissingPackageError(ThinwireError, ImportError):

@@ -7,7 +7,6 @@ import gc
 import io
 import os
 import pickle
-import re
 import subprocess
 import sys
 import time
@@ -27,16 +26,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 import thinwire
-from thinwire.comm import lane
-from thinwire.comm.c10d import default_store
 from thinwire.comm.lane import Lane
-from thinwire.comm.notes import Notes
 from thinwire.errors import ThinwireError, raising
 from thinwire.integrations.attachment import Attachment
 from thinwire.lab.testbed.launch import RankContext, run_ranks
 
 pytestmark = pytest.mark.ranks
-LIMIT = timedelta(seconds=40)
 
 
 class Model(nn.Module):
@@ -273,39 +268,6 @@ def _interrupted(context: RankContext) -> None:
 
 def test_a_model_can_be_attached_again_after_ctrl_c_in_detach() -> None:
     run_ranks(_interrupted, world_size=1)
-
-
-def _detached_on_one(context: RankContext, leader: int) -> str:
-    """Rank 0 detaches and rank 1 does not; both attach again, and the leader is the first to say over which group."""
-    model, store, take, first = made("plain"), default_store(), lane._take_group, Notes.first
-    sync = thinwire.attach(model)
-    if context.rank == 0:
-        sync.detach()
-
-    def behind(*known: object) -> object:
-        store.wait(["the leader said it"], LIMIT)
-        return take(*known)  # type: ignore[arg-type]
-
-    def said(notes: Notes, what: str, value: str) -> str:
-        answer = first(notes, what, value)
-        store.set("the leader said it", "")
-        return answer
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(*(Notes, "first", said) if context.rank == leader else (lane, "_take_group", behind))
-        with pytest.raises((ValueError, ThinwireError)) as caught:
-            thinwire.attach(model, timeout=LIMIT)
-    store.set(f"rank {context.rank} raised", "")
-    store.wait(["rank 0 raised", "rank 1 raised"], LIMIT / 2)
-    return f"{type(caught.value).__name__}: {caught.value}"
-
-
-@pytest.mark.parametrize("leader", [0, 1])
-def test_a_rank_that_did_not_detach_is_named_when_all_attach_again(leader: int) -> None:
-    """The others waited for it in a group that it had in use, until the timeout."""
-    first, second = run_ranks(_detached_on_one, leader, world_size=2, timeout_seconds=90)
-    assert second.value.startswith("ValueError: thinwire is attached to this model already")
-    assert re.search("rank 1.* (is still|thinwire is) attached", first.value, re.DOTALL), first.value
 
 
 def _kept(context: RankContext) -> None:

@@ -174,12 +174,8 @@ def test_a_store_that_is_gone_costs_little_time_and_names_its_host(kind: type, m
     silent.store_rank = 0
     silent.leave(waited(1, 2))
     assert str(silent.truth()).startswith("rank 0 died")
-    ended = threading.Event()
-    listens = threading.Thread(target=Notes(cast(Any, kind()), 1, RANKS).listen, args=(ended,), daemon=True)
-    listens.start()
-    listens.join(30.0 if kind is _Gone else 0.2)
-    assert listens.is_alive() == (kind is _Hangs)
-    ended.set()
+    with notes.listening() as heard:
+        assert heard.wait(30.0 if kind is _Gone else 0.2) == (kind is _Gone)
 
 
 @pytest.mark.parametrize(("late", "guilty"), [(False, None), (True, 0)])
@@ -204,12 +200,10 @@ def test_who_failed_by_itself_has_no_other_truth() -> None:
 def test_waits_that_no_connection_ends_hear_of_a_note() -> None:
     store = dist.HashStore()
     mine, other = Notes(store, 0, RANKS), Notes(store, 1, RANKS)
-    listens = threading.Thread(target=mine.listen, args=(threading.Event(),), daemon=True)
-    listens.start()
-    assert not mine.are_left()
-    other.leave(own(1))
-    listens.join(30.0)
-    assert not listens.is_alive()
+    with mine.listening() as heard:
+        assert not heard.is_set()
+        other.leave(own(1))
+        assert heard.wait(30.0)
 
 
 def test_the_host_of_the_store_waits_for_the_others_to_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,7 +92,6 @@ class PrivateGroup:
 
     Attributes:
         number: grows with each group of this process, so ranks have those of one parent in the same order.
-        name: that of the group, by which all its ranks know it if torch does.
     """
 
     MAX_BYTES = 4 << 20
@@ -101,7 +100,6 @@ class PrivateGroup:
     def __init__(self, make: Callable[[], dist.ProcessGroup], gather: Gather | None = None) -> None:
         before = set(_listening())
         self.process_group, self.number = make(), next(_numbers)
-        self.name = self.process_group.group_name
         self._addresses: set[Address] = set()
         self._sockets: dict[int, _Socket] = {}
         self._processes: list[list[Connected]] = []
@@ -110,7 +108,8 @@ class PrivateGroup:
             try:
                 self._agree(begun[0] if len(begun) == 1 else _NOWHERE, gather or self._gather)
             except BaseException as error:
-                self.hang_up()
+                self.shut_down()
+                self.destroy()
                 del self.process_group
                 forget_locals(error)  # what shutting down could not find closes with the last reference
                 raise
@@ -151,11 +150,6 @@ class PrivateGroup:
             with contextlib.suppress(OSError):
                 if not self._addresses.isdisjoint(_ends(own)):
                     own.shutdown(socket.SHUT_RDWR)
-
-    def hang_up(self) -> None:
-        """Shut the group down, and destroy it."""
-        self.shut_down()
-        self.destroy()
 
     def destroy(self) -> None:
         """Destroy the process group."""

@@ -20,7 +20,6 @@ from concurrent.futures import Future as SimpleFuture
 from concurrent.futures import wait
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,7 +34,7 @@ from torch.futures import Future
 from thinwire.comm.agree import gather_records
 from thinwire.comm.c10d import device_of, gloo_group, store_of, timeout_of
 from thinwire.comm.channel import Channel, Subject
-from thinwire.comm.connections import Connected, Gather, PrivateGroup, between, connected, dead, listens_at, packed_ends
+from thinwire.comm.connections import Connected, PrivateGroup, between, connected, dead, listens_at, packed_ends
 from thinwire.comm.hosts import discover
 from thinwire.comm.machine import Machine, measure
 from thinwire.comm.notes import ATTACH, Note, Notes
@@ -88,16 +87,12 @@ def resolve_group(process_group: Group) -> dist.ProcessGroup:
     return process_group
 
 
-_idle_groups: WeakKeyDictionary[dist.ProcessGroup, dict[str, tuple[timedelta | None, PrivateGroup]]]
-_idle_groups = WeakKeyDictionary()
+_idle_groups: WeakKeyDictionary[dist.ProcessGroup, list[tuple[timedelta | None, PrivateGroup]]] = WeakKeyDictionary()
 STORE_SECONDS = 2.0
-"""Seconds that a rank waits for the store, which takes less than one ms."""
+"""Seconds that a rank waits for a connection to the store, which takes less than one ms."""
 _NONCE_BYTES = 8
-_NEW = "new"
 _stores: WeakKeyDictionary[dist.ProcessGroup, dist.Store] = WeakKeyDictionary()
 _jobs: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
-_meeting: WeakSet[dist.ProcessGroup] = WeakSet()
-"""Those in which a collective has begun by which ranks meet, and not been completed."""
 _lanes_of: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
 
 
@@ -120,30 +115,19 @@ def _take_group(parent: dist.ProcessGroup, timeout: timedelta | None, notes: Not
 
     Groups are kept because each costs a few connections and threads, and the wait until all ranks have connected. One
     that a rank hung up, as after a step that it did not complete, is gone for all of them. Ranks may have closed lanes
-    in different orders, so the group that was made first is the next; where they may have closed others, the rank that
-    comes first chooses.
-
-    Raises:
-        LostPeerError: as for `_new_group`; or this rank has not closed a lane that others have.
+    in different orders, so the group that was made first is the next.
     """
-    idle, number = _idle_groups.setdefault(parent, {}), _next_number(parent)
-    for name, (_, group) in list(idle.items()):
+    idle = _idle_groups.setdefault(parent, [])
+    for entry in sorted(idle, key=lambda entry: entry[1].number):
+        idle_timeout, group = entry
         if group.lost():
-            idle.pop(name)[1].hang_up()
-    alike = [(group.number, name) for name, (of, group) in idle.items() if of == timeout]
-    chosen = first = min(alike)[1] if alike else _NEW
-    if parent in _jobs:
-        about = f"group {number} of {dist.get_process_group_ranks(parent)}"
-        chosen = _answer(lambda: notes.first(about, first), first)
-    if chosen == _NEW:
-        return _new_group(parent, timeout, notes)
-    if chosen in idle:
-        return idle.pop(chosen)[1]
-    error = LostPeerError(f"rank {notes.rank} is still attached, or hung up, where others are not: detach on all ranks")
-    notes.leave(Note(notes.rank, True, str(error), ATTACH))
-    for lane in [one for one in _running if chosen in [group.name for group in one._groups()]]:
-        lane.break_off(str(error))  # which those that chose it wait in
-    raise error
+            idle.remove(entry)
+            group.shut_down()
+            group.destroy()
+        elif idle_timeout == timeout:
+            idle.remove(entry)
+            return group
+    return _new_group(parent, timeout, notes)
 
 
 def private_group(process_group: Group, timeout: timedelta | None) -> PrivateGroup:
@@ -171,32 +155,20 @@ def _new_group(parent: dist.ProcessGroup, timeout: timedelta | None, notes: Note
             raise the same sentence.
     """
     processes: list[list[Connected]] = []
-    made, ended = SimpleFuture[PrivateGroup](), threading.Event()
     try:
-        if parent in _meeting:
-            raise ThinwireError(
-                f"rank {notes.rank}: an earlier attach on this process group failed here, and left it out of step with"
-                " other ranks: make another process group, or restart the job"
-            )
         if device_of(parent).type != "cpu":
             return _connect(parent, timeout, processes, notes)
         made = beside("thinwire-group", lambda: _connect(parent, timeout, processes, notes))
-        heard = beside("thinwire-notes", lambda: notes.listen(ended))
-        while not wait([made], LOOK_SECONDS / 5).done:
-            if heard.done():
-                raise _not_all_here(parent, "another rank failed, or the store is gone")
-            if lost := dead(processes):
-                rank = dist.get_process_group_ranks(parent)[min(lost)]
-                raise _not_all_here(parent, f"rank {rank} is gone", rank)
+        with notes.listening() as heard:
+            while not wait([made], LOOK_SECONDS / 5).done:
+                if heard.is_set():
+                    raise _not_all_here(parent, "another rank failed, or the store is gone")
+                if lost := dead(processes):
+                    rank = dist.get_process_group_ranks(parent)[min(lost)]
+                    raise _not_all_here(parent, f"rank {rank} is gone", rank)
         return made.result()
-    except BaseException as error:
-        made.add_done_callback(lambda made: made.exception() or made.result().hang_up())  # others may have it, too
-        if isinstance(error, LostPeerError):
-            raise _told(parent, notes, error, timeout) from error
-        notes.leave(Note(notes.rank, True, f"{type(error).__name__}: {error}", ATTACH))
-        raise
-    finally:
-        ended.set()
+    except LostPeerError as error:
+        raise _told(parent, notes, error, timeout) from error
 
 
 def _told(parent: dist.ProcessGroup, notes: Notes, error: LostPeerError, timeout: timedelta | None) -> LostPeerError:
@@ -213,11 +185,12 @@ def _is_late(error: BaseException) -> bool:
 
 
 def _not_all_here(parent: dist.ProcessGroup, why: str, lost: int | None = None) -> LostPeerError:
-    return LostPeerError(
+    error = LostPeerError(
         f"rank {dist.get_rank()}: not all of the {parent.size()} ranks of the process group came here within the"
-        f" timeout ({why}): attach and the like must be called on all of them",
-        lost,
+        f" timeout ({why}): attach and the like must be called on all of them"
     )
+    error.rank = lost
+    return error
 
 
 def _connect(
@@ -226,56 +199,47 @@ def _connect(
     """Make the group, and append which connections of this process lead to which rank as soon as that is known."""
     ranks = dist.get_process_group_ranks(parent)
     limit = timeout or timeout_of(parent) or default_pg_timeout
-    gather = partial(_gather, group=parent, limit=limit, notes=notes)
     try:
-        name, found = _meet(parent, notes, gather)
+        name, found = _meet(parent, notes, limit)
         processes += found
         # Torch makes a group without a barrier, so the first ranks have all their connections while others still make
         # theirs. If one of the first failed then and hung up, a rank that connects to a peer of it would try until the
         # timeout. So each waits until all have sent their addresses.
-        return PrivateGroup(lambda: gloo_group(name, ranks, limit), gather)
+        return PrivateGroup(lambda: gloo_group(name, ranks, limit), lambda data: _gather(data, parent, limit))
     except RuntimeError as error:
         raise _not_all_here(parent, str(error).splitlines()[0]) from error
 
 
-def _all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, limit: timedelta, notes: Notes) -> None:
-    """All-reduce within the timeout of a lane: that of the group can be far longer, and not all ranks may come.
-
-    What does not complete ends the connections of Gloo's groups soon, before it meets another collective.
-    """
-    if _answer(notes.are_left, False):  # not all ranks will come
-        raise RuntimeError("a rank has given up")
-    options = dist.AllreduceOptions()
-    if tensor.device.type == "cpu":  # NCCL would end the process
-        options.timeout = limit + timedelta(seconds=EXIT_SECONDS)  # when all have seen who did not come
-    _meeting.add(group)
-    group.allreduce([tensor], options).wait(limit)
-    _meeting.discard(group)
+def _all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, limit: timedelta) -> None:
+    """All-reduce within the timeout of a lane: that of the group can be far longer, and not all ranks may come."""
+    work = dist.all_reduce(tensor, group=group, async_op=True)
+    assert work is not None, "lanes are made by ranks of the group"
+    work.wait(limit)
 
 
-def _gather(data: bytes, group: dist.ProcessGroup, limit: timedelta, notes: Notes) -> list[bytes]:
+def _gather(data: bytes, group: dist.ProcessGroup, limit: timedelta) -> list[bytes]:
     """Gather bytes of each rank, at least one, in rank order, by all-reduces: any back end has these."""
     device = device_of(group)
     lengths = torch.zeros(group.size(), dtype=torch.int64, device=device)
     lengths[group.rank()] = len(data)
-    _all_reduce(lengths, group, limit, notes)
+    _all_reduce(lengths, group, limit)
     sizes = lengths.tolist()
     for rank, size in enumerate(sizes):
         if not 0 < size <= PrivateGroup.MAX_BYTES:
             raise CorruptHeaderError(f"rank {dist.get_process_group_ranks(group)[rank]} announces {size:,} bytes")
     rows = torch.zeros(group.size(), max(sizes), dtype=torch.uint8)
     rows[group.rank(), : len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    _all_reduce(rows := rows.to(device), group, limit, notes)
+    _all_reduce(rows := rows.to(device), group, limit)
     return [row[:size].numpy().tobytes() for row, size in zip(rows.cpu(), sizes, strict=True)]
 
 
-def _meet(parent: dist.ProcessGroup, notes: Notes, gather: Gather) -> tuple[str, list[list[Connected]]]:
+def _meet(parent: dist.ProcessGroup, notes: Notes, limit: timedelta) -> tuple[str, list[list[Connected]]]:
     """Return a name for a group that only these ranks know, drawn by one, and which connections lead to which rank.
 
     Notes begin with the first such number of a group: the store may have those of an earlier attempt of the job.
     """
     connections = connected()
-    records = gather(secrets.token_bytes(_NONCE_BYTES) + packed_ends(connections))
+    records = _gather(secrets.token_bytes(_NONCE_BYTES) + packed_ends(connections), parent, limit)
     nonce = records[0][:_NONCE_BYTES]
     notes.begin(_jobs.setdefault(parent, int.from_bytes(nonce, "little")))
     ends = [record[_NONCE_BYTES:] for record in records]
@@ -308,17 +272,12 @@ def _notes_of(parent: dist.ProcessGroup, number: int) -> Notes:
     return notes
 
 
-def cloned(store: Any) -> dist.Store | None:
+def cloned(store: dist.Store) -> dist.Store | None:
     """Return another connection to a store; None if its host does not answer, for which torch would wait for long."""
-    return _answer(store.clone, None)
-
-
-def _answer(ask: Callable[[], T], otherwise: T) -> T:
-    """Return what a store answers, or ``otherwise`` if its host does not within `STORE_SECONDS`."""
     try:
-        return beside("thinwire-store", ask).result(STORE_SECONDS)
+        return beside("thinwire-store", lambda: store.clone()).result(STORE_SECONDS)  # type: ignore[attr-defined]
     except (TimeoutError, dist.DistNetworkError):
-        return otherwise
+        return None
 
 
 _running: WeakSet[Lane] = WeakSet()
@@ -436,7 +395,9 @@ class Lane:
             if self.notes.is_silent and notes is None:  # all ranks are here, so the store was slow
                 self.notes = _notes_of(parent, number)
         self._native: PrivateGroup | None = None
-        self.exchange = self._hanging_up(StagedExchange(self._own.process_group, staging))
+        group = self._own.process_group
+        self._group: dist.ProcessGroup | None = group
+        self.exchange = self._hanging_up(StagedExchange(group, staging))
         self.rank, self.world_size = self.exchange.rank, self.exchange.world_size
         self.setup = Traffic()  # bytes that belong to no gradient: of discovering hosts, measuring, and agreeing
         self.busy_seconds = 0.0
@@ -601,9 +562,9 @@ class Lane:
             while (thread := self._thread).is_alive():  # another one takes over where this one waits for a lost peer
                 thread.join(LOOK_SECONDS)
             parent = self._parent()
-            if parent is not None and self._own is not None and self._broken is None:
-                left = [group for group in (self._own, self._native) if group is not None]
-                _idle_groups.setdefault(parent, {}).update((one.name, (self._timeout, one)) for one in left)
+            if parent is not None and self._group is not None and self._broken is None:
+                idle = _idle_groups.setdefault(parent, [])
+                idle += [(self._timeout, group) for group in (self._own, self._native) if group is not None]
                 self._own = self._native = None
         except BaseException as error:
             self.break_off(f"the end of a lane ended by {error!r}", error)
@@ -673,9 +634,10 @@ class Lane:
         peer, seconds = self._waits.failed or (EVERYONE, self.timeout_seconds if is_late else 0.0)
         waits = ranks if peer == EVERYONE else [self.exchange.global_ranks[peer]]
         doing = ", ".join(filter(None, (self.doing(), self._subject))) or ATTACH
-        closed = () if is_late else tuple(ended)  # then Gloo closes all connections of the group itself
+        if is_late:  # Gloo closes all connections of the group itself
+            ended = ()
         is_own, is_told = not is_of_a_peer(error), isinstance(error, (CorruptMessageError, PeerError))
-        parts = reason, doing, closed, tuple(waits), seconds, is_late
+        parts = reason, doing, tuple(ended), tuple(waits), seconds, is_late
         return Note(self.notes.rank, is_own, *parts, is_told=is_told)
 
     def look(self) -> None:
@@ -709,12 +671,15 @@ class Lane:
         if self._broken is None:
             return
         if not isinstance(self._broken, LostPeerError):
-            with self._breaking:  # who breaks off has left its note then
-                self._truth()
+            with self._breaking:
+                pass  # who breaks off has left its note then
+            self._truth()
         where = f"rank {self.global_rank}, {what}: not synchronized, because the lane stopped after an earlier failure"
         if not isinstance(self._broken, LostPeerError):
             raise ThinwireError(f"{where}: {self._broken}{cure}")
-        raise LostPeerError(f"{self._broken}. {where}{cure}", self._broken.rank)
+        error = LostPeerError(f"{self._broken}. {where}{cure}")
+        error.rank = self._broken.rank
+        raise error
 
     def channel(self, subject: Subject) -> Channel:
         """Return the channel of the next conversation; only a running job may call it, or what begins one.
@@ -765,8 +730,8 @@ class Lane:
             self.notes.store_rank = host
 
     def _setup_exchange(self) -> Exchange:
-        assert self._own is not None, "a lane without connections runs no jobs"
-        return self._hanging_up(Exchange(self._own.process_group, traffic=self.setup))
+        assert self._group is not None, "a lane without connections runs no jobs"
+        return self._hanging_up(Exchange(self._group, traffic=self.setup))
 
     def _hanging_up(self, exchange: Exchange) -> Exchange:
         exchange.hang_up, exchange.waits = self.break_off, self._waits
@@ -806,7 +771,7 @@ class Lane:
         self.exchange.close()
         for group in self._groups():
             group.destroy()
-        self._own = self._native = None
+        self._group = self._own = self._native = None
         self._adopted.clear()
 
     def _claims(self, future: Future[Any]) -> bool:

@@ -15,10 +15,9 @@ import json
 import os
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
 
 import torch.distributed as dist
 
@@ -75,17 +74,22 @@ class Note:
 
 def unpacked(data: bytes) -> Note | None:
     """Return the note in what the store has, or None if that is none."""
-    with suppress(ValueError, TypeError, KeyError, RecursionError):
-        entries: Any = json.loads(data) if len(data) <= MAX_NOTE_BYTES else {}
+    if len(data) > MAX_NOTE_BYTES:
+        return None
+    try:
+        entries = json.loads(data)
         note = Note(**entries | {"lost": tuple(entries["lost"]), "waits": tuple(entries["waits"])})
-        is_one = (
-            all(type(number) is int for number in (note.rank, *note.lost, *note.waits))
-            and all(isinstance(text, str) and len(text) <= MAX_TEXT for text in (note.reason, note.doing))
-            and all(type(seconds) in (int, float) for seconds in (note.seconds, note.at))
-            and all(type(flag) is bool for flag in (note.is_own, note.is_late, note.is_told))
-        )
-        return note if is_one else None
-    return None
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+    numbers = (note.rank, *note.lost, *note.waits)
+    texts = note.reason, note.doing
+    is_one = (
+        all(type(number) is int for number in numbers)
+        and all(isinstance(text, str) and len(text) <= MAX_TEXT for text in texts)
+        and all(type(seconds) in (int, float) for seconds in (note.seconds, note.at))
+        and all(type(flag) is bool for flag in (note.is_own, note.is_late, note.is_told))
+    )
+    return note if is_one else None
 
 
 def verdict(data: bytes, ranks: Collection[int]) -> tuple[Sequence[int], str]:
@@ -189,19 +193,27 @@ class Notes:
         if self._store is not None and not self._is_begun:
             self._store, self._is_begun = dist.PrefixStore(str(job), self._store), True
 
-    def are_left(self) -> bool:
-        """Return whether a rank has left a note, this one or another."""
-        return self._mine is not None or (self._store is not None and self._store.add("notes", 0) > 0)
+    @contextmanager
+    def listening(self) -> Iterator[threading.Event]:
+        """Return a context with an event that is set once a rank left a note, or the store is gone.
 
-    def first(self, what: str, value: str) -> str:
-        """Return the value of the rank that is the first to say what something is."""
-        return value if self._store is None else self._store.compare_set(what, _NOTHING, value).decode()
+        It is for waits that no connection ends.
+        """
+        heard, ended = threading.Event(), threading.Event()
 
-    def listen(self, ended: threading.Event) -> None:
-        """Return once a rank has left a note, or the store is gone, or a wait has ended that no connection ends."""
-        with suppress(Exception):  # the store is gone, and so is the rank that hosts it
-            while not (ended.wait(5 * POLL_SECONDS) or self.are_left()):
-                pass
+        def listen() -> None:
+            try:
+                while self._store is not None and not (ended.wait(5 * POLL_SECONDS) or heard.is_set()):
+                    if self._store.add("notes", 0) > 0:
+                        heard.set()
+            except Exception:  # the store is gone, and so is the rank that hosts it
+                heard.set()
+
+        threading.Thread(target=listen, name="thinwire-notes", daemon=True).start()
+        try:
+            yield heard
+        finally:
+            ended.set()
 
     def leave(self, note: Note) -> None:
         """Leave the note of this rank, the first one; return when it can be read, or after `LEAVE_SECONDS`."""
@@ -226,7 +238,11 @@ class Notes:
         if self._read_truth is None and self._store is not None and not (mine.lost or mine.is_late):
             return None
         guilty, text = self._read_truth or self._without_store(mine)
-        return LostPeerError(text, next(iter(guilty), None)) if text else None
+        if not text:
+            return None
+        error = LostPeerError(text)
+        error.rank = next(iter(guilty), None)
+        return error
 
     def _run(self, note: Note) -> None:
         try:

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -184,12 +184,17 @@ class Stream:
         """
         buffer = torch.empty(most_bytes, dtype=torch.uint8)
         peer = self._ranks[source]
-        with Telling(self._fail):
+        try:
             work = dist.irecv(buffer, group=self._group, group_src=peer, tag=self._tag)
+        except RuntimeError as error:
+            self._fail(error)
 
         def wait() -> Tensor:
-            with Telling(self._fail), named("exchange"):
-                self._waits.wait(work, peer)
+            try:
+                with named("exchange"):
+                    self._waits.wait(work, peer)
+            except RuntimeError as error:
+                self._fail(error)
             message = buffer[: size(buffer)]
             self._exchange._count_received(source, message.numel())
             return message
@@ -236,11 +241,11 @@ class Stream:
             self._failure = self._failure or self._exchange._lost(error)
             self._hang_up(str(self._failure), self._failure)
 
-    def _fail(self, error: BaseException) -> None:
+    def _fail(self, error: BaseException) -> NoReturn:
         """Raise what failed here before the peers hung up, without what torch says of that as its cause; else that."""
-        if self._failure is not None and isinstance(error, RuntimeError):
+        if self._failure is not None:
             raise self._failure
-        self._exchange._tell(error)
+        raise self._exchange._lost(error) from error
 
 
 def lost_peer(error: BaseException, rank: int, world_size: int) -> LostPeerError:
@@ -334,13 +339,17 @@ class Exchange:
             return partial(self.swap, outgoing, [num_bytes] * self.world_size)
         sent = torch.stack(list(outgoing))
         received = torch.empty_like(sent)
-        with Telling(self._tell):
+        try:
             work = _of(self.process_group).alltoall_base(received, sent, [], [])
+        except RuntimeError as error:
+            raise self._lost(error) from error
         return partial(self._complete_records, work, received)  # no closure: tracebacks would keep it, and so the group
 
     def _complete_records(self, work: dist.Work, received: Tensor) -> list[Tensor]:
-        with Telling(self._tell):
+        try:
             self.waits.wait(work)
+        except RuntimeError as error:
+            raise self._lost(error) from error
         for rank in self._others():
             self._count_sent(rank, received.shape[1])
             self._count_received(rank, received.shape[1])
@@ -384,7 +393,7 @@ class Exchange:
 
     def _move(self, outgoing: Sequence[tuple[int, Tensor]], incoming: Sequence[tuple[int, Tensor]]) -> None:
         """Send and receive in this order, see `swap`; what is empty is not on the wire."""
-        with Telling(self._tell):
+        try:
             receives = [self._receive(rank, data) for rank, data in incoming if data.numel()]
             sends: deque[_PointToPoint] = deque()
             for rank, data in outgoing:
@@ -394,6 +403,8 @@ class Exchange:
                     self.waits.wait(*sends.popleft())
             for work, rank in (*sends, *receives):
                 self.waits.wait(work, rank)
+        except RuntimeError as error:
+            raise self._lost(error) from error
         for rank, data in outgoing:
             self._count_sent(rank, data.numel())
         for rank, data in incoming:
@@ -411,9 +422,11 @@ class Exchange:
         if self.world_size == 1:
             return
         assert self._is_whole, "the native all-reduce is of the whole group"
-        with Telling(self._tell):
+        try:
             real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
             self.waits.wait(_of(self.process_group).allreduce([real]))
+        except RuntimeError as error:
+            raise self._lost(error) from error
         if not tensor.is_sparse:
             self.count_all_reduce(ring_all_reduce_bytes(tensor.numel() * tensor.element_size(), self.world_size))
 
@@ -445,10 +458,6 @@ class Exchange:
 
     def _count_received(self, rank: int, num_bytes: int) -> None:
         self.traffic.received_bytes += num_bytes
-
-    def _tell(self, error: BaseException) -> None:
-        if isinstance(error, RuntimeError):
-            raise self._lost(error) from error
 
     def _lost(self, error: BaseException) -> LostPeerError:
         return lost_peer(error, self.global_ranks[self.rank], self.world_size)

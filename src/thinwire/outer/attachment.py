@@ -71,10 +71,10 @@ def attach(
     may_lose_ranks = isinstance(process_group, Members) or recipe.min_ranks is not None
     instead = 'average gradients by DDP, under init_process_group("thinwire")'
     check_names("outer.attach", instead, f"{NEEDED} {UNREGISTERED * may_lose_ranks}", needed(model))
+    if OuterLoop.runs_on(model):
+        raise ValueError("an outer loop of this model runs already: call detach() on it first")
     group = process_group if isinstance(process_group, Members) else outer_group(model, process_group)
     with nullcontext() if isinstance(group, Members) else telling_peers(group, None):
-        if OuterLoop.runs_on(model):
-            raise ValueError("an outer loop of this model runs already: call detach() on it first")
         check_timeout(timeout)
     with nullcontext() if isinstance(group, Members) else telling_peers(group, timeout):
         resolve(rows)

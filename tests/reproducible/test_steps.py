@@ -12,9 +12,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from reproduced import JOBS, Fate, Made, alone, on_ranks, with_fates
 from torch import nn
 
+from tests.reproducible.reproduced import JOBS, Fate, Made, alone, on_ranks, with_fates
 from thinwire import reproducible
 from thinwire.errors import ThinwireError
 from thinwire.reproducible.steps import deal

@@ -45,9 +45,9 @@ INSTEAD = {"train.py": "examples/ddp_sparse.py", "train.py:make": "examples/mytr
 NOT_RUN = {
     "thinwire holder": "it outlives the command; tests/checkpoint/holder/test_holder.py runs each of its forms",
     "torchrun": "tests/house/test_examples.py and test_checkpointer.py run the examples",
-    "--no-python": "in a job of torchrun: tests/lab/planning/test_plan_measure.py",
-    "--design-space": "minutes, also when small: tests/lab/bench/test_bench_sync.py runs it nightly",
-    "--links": "only emulated links, which need namespaces: tests/lab/demo/test_demo_report.py has several",
+    "--no-python": "in a job of torchrun: tests/lab/cli/test_plan.py",
+    "--design-space": "minutes, also when small: tests/lab/bench/test_sync.py runs it nightly",
+    "--links": "only emulated links, which need namespaces: tests/lab/cli/test_demo.py has several",
     "--version": "tests/house/test_examples.py",
     "--help": "tests/house/test_examples.py",
 }

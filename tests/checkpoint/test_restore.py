@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
-import json
 import os
 import re
 import resource
@@ -24,8 +22,9 @@ import torch.distributed as dist
 from torch import nn
 
 from holders import SECRET, running_holders
+from tests.checkpoint.restored import keeper, on_disk
 from thinwire.checkpoint import Checkpointer, CheckpointPolicy, Disk, Storage
-from thinwire.checkpoint.dcp.tier import PersistentTier, write_about
+from thinwire.checkpoint.dcp.tier import PersistentTier
 from thinwire.checkpoint.group import private_group, restart_hint
 from thinwire.checkpoint.holder.client import HolderClient
 from thinwire.checkpoint.holder.start import HolderOptions, KnownRun, RunMarker, start_holder, stop_holder
@@ -341,34 +340,6 @@ def test_a_lost_connection_in_a_restore_is_no_reason_to_go_back_to_the_disk(sock
     assert [outcome.value[0] for outcome in found] == [9, 9], found[0].value[1]
 
 
-# --- the directory on a disk
-
-
-@pytest.fixture
-def alone(tmp_path: Path) -> Iterator[None]:
-    """A process group of this process."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.fixture
-def socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    monkeypatch.setenv("THINWIRE_SECRET", SECRET)
-    said = start_holder(HolderOptions(socket=str(tmp_path / "h"), memory_budget="20MB", drain_seconds=0.0))
-    yield said["socket"]
-    with HolderClient.connect(said["socket"], SECRET.encode()) as client:
-        stop_holder(client)
-
-
-def keeper(socket: str, directory: Path, every: float | str = "1d", run: str = "run") -> Checkpointer:
-    return Checkpointer(nn.Linear(9, 9), storage=Storage(run, 1, Disk(directory, every), socket))
-
-
-def on_disk(directory: Path) -> list[int]:
-    return sorted(int(path.name.removeprefix("step-")) for path in directory.glob("step-????????"))
-
-
 @pytest.mark.usefixtures("alone")
 def test_a_checkpoint_that_was_about_to_be_replaced_when_the_job_was_killed_is_there(
     socket: str, tmp_path: Path
@@ -387,31 +358,12 @@ def test_a_checkpoint_that_was_about_to_be_replaced_when_the_job_was_killed_is_t
     assert on_disk(tmp_path / "disk") == [1]
 
 
-def test_a_relative_socket_is_where_it_was_when_it_was_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    storage = Storage(holder_socket="h")
-    monkeypatch.chdir("/")
-    assert storage.holder_socket == tmp_path / "h"
-
-
 def step_until(checkpointer: Checkpointer, condition: Callable[[], Any]) -> None:
     deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline, "it did not come to be"
         checkpointer.step()
         time.sleep(0.005)
-
-
-def test_a_relative_directory_is_where_it_was_when_it_was_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Frameworks change the working directory between two lines of a script, each start to another one."""
-    monkeypatch.chdir(tmp_path)
-    disk = Disk("ckpt")
-    (tmp_path / "outputs").mkdir()
-    monkeypatch.chdir("outputs")
-    assert disk.directory == tmp_path / "ckpt"
-    assert Disk(tmp_path / "ckpt") == disk
 
 
 @pytest.mark.usefixtures("alone")
@@ -457,27 +409,6 @@ def test_the_interval_is_that_of_the_run(socket: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("alone")
-def test_the_directory_is_made_and_its_parent_is_not(socket: str, tmp_path: Path) -> None:
-    """What is not mounted looks like that, before the job begins or in the middle of it."""
-    mount = tmp_path / "mount"
-    with pytest.raises(ValueError, match=rf"no directory {mount} on .*: mount its file system, or make it"):
-        keeper(socket, mount / "run")
-    mount.mkdir()
-    with keeper(socket, mount / "run") as checkpointer:
-        checkpointer.restore()
-        checkpointer.step()
-        checkpointer.persist_now()
-        mount.rename(tmp_path / "away")
-        mount.mkdir()
-        with pytest.raises(ThinwireError, match=r"no checkpoint was saved to .*ENOENT"):
-            checkpointer.persist_now()
-        assert list(mount.iterdir()) == []
-        mount.rmdir()
-        (tmp_path / "away").rename(mount)
-        checkpointer.persist_now()
-
-
-@pytest.mark.usefixtures("alone")
 def test_a_budget_that_can_never_hold_a_version_is_refused_at_the_first_step(socket: str) -> None:
     with Checkpointer(nn.Linear(1000, 2500), storage=Storage("run", replicas=1, holder_socket=socket)) as checkpointer:
         checkpointer.restore()
@@ -503,38 +434,6 @@ def test_a_budget_that_can_never_hold_a_version_is_refused_at_the_first_step(soc
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_directory_of_another_run_is_neither_read_nor_written(socket: str, tmp_path: Path) -> None:
-    """Its weights were restored, a fresh start gave them up, and each save removed or replaced some of them."""
-    directory = tmp_path / "disk"
-    with keeper(socket, directory) as first, keeper(socket, directory, run="other") as late:
-        assert (first.restore(), late.restore()) == (None, None)
-        first.step()
-        first.persist_now()
-        late.step()
-        with pytest.raises(ThinwireError, match=r"no checkpoint was saved to .*has checkpoints of run 'run'"):
-            late.persist_now()
-    for fresh in (False, True):
-        with keeper(socket, directory, run="new") as checkpointer, pytest.raises(ValueError, match="run_id='run'"):
-            checkpointer.restore(fresh=fresh)
-    with keeper(socket, directory, run="new") as checkpointer, pytest.raises(ValueError, match="run_id='run'"):
-        checkpointer.step()
-    assert [path.name for path in directory.glob("step-*")] == ["step-00000001"]
-
-
-@pytest.mark.usefixtures("alone")
-def test_a_checkpoint_of_a_release_that_named_no_run_is_of_any(socket: str, tmp_path: Path) -> None:
-    with keeper(socket, tmp_path / "disk") as checkpointer:
-        checkpointer.restore()
-        checkpointer.step()
-        checkpointer.persist_now()
-    path = tmp_path / "disk" / "step-00000001"
-    about = json.loads((path / "thinwire.json").read_text())
-    write_about(path, {name: value for name, value in about.items() if name not in ("run", "digest")})
-    with keeper(socket, tmp_path / "disk", run="new") as checkpointer:
-        assert checkpointer.restore() == 1
-
-
-@pytest.mark.usefixtures("alone")
 def test_a_name_that_torchrun_makes_up_at_each_start_is_that_of_no_run(socket: str, tmp_path: Path) -> None:
     """A job of `torchrun --standalone` goes on from its disk, as it always did."""
     for step in range(3):
@@ -542,41 +441,6 @@ def test_a_name_that_torchrun_makes_up_at_each_start_is_that_of_no_run(socket: s
             assert checkpointer.restore() == (step or None)
             checkpointer.step()
             checkpointer.persist_now()
-
-
-@pytest.mark.usefixtures("alone")
-def test_persist_now_returns_when_it_is_there_or_says_why_not(socket: str, tmp_path: Path) -> None:
-    """And what a killed job left half-written goes, but not what another one writes."""
-    (tmp_path / "file").mkdir()
-    directory = tmp_path / "file" / "disk"
-    with keeper(socket, directory) as checkpointer:
-        (tmp_path / "file").rmdir()
-        (tmp_path / "file").write_text("")
-        with pytest.raises(ValueError, match=r"restore\(\) or step\(\) before it"):
-            checkpointer.persist_now()
-        with pytest.warns(UserWarning, match="nothing can be saved to .*ENOTDIR"):
-            assert checkpointer.restore() is None
-        checkpointer.step()
-        with pytest.raises(ThinwireError, match=r"no checkpoint was saved to .*ENOTDIR"):
-            checkpointer.persist_now()
-        assert checkpointer.stats()["checkpoint/persistent_errors"] == 1.0
-        assert "ENOTDIR" in str(checkpointer.stats()["checkpoint/persistent_error"])
-        (tmp_path / "file").unlink()
-        (directory / "step-00000007.partial").mkdir(parents=True)
-        with (directory / "run").open("a") as other:
-            fcntl.flock(other, fcntl.LOCK_EX)
-            with pytest.raises(ThinwireError, match=r"EAGAIN: .*another job writes to"):
-                checkpointer.persist_now()
-            assert (directory / "step-00000007.partial").exists()
-        checkpointer.persist_now()
-        assert [path.name for path in directory.glob("step-*")] == ["step-00000001"]
-        checkpointer.step()
-        checkpointer.persist_now()
-        checkpointer.persist_now()  # the same step once more
-        assert on_disk(directory) == [1, 2]
-    with pytest.warns(UserWarning, match="gives up its steps .*2"), keeper(socket, directory) as checkpointer:
-        assert checkpointer.restore(fresh=True) is None
-    assert sorted(path.name for path in directory.glob("step-*")) == [f"step-0000000{n}.given-up" for n in (1, 2)]
 
 
 def saves_with_a_limit(context: RankContext, socket: str, directory: str) -> list[str]:
@@ -656,9 +520,6 @@ def test_a_save_can_be_waited_for_at_any_time(tmp_path: Path, monkeypatch: pytes
     assert "nothing to save" in tier.last_error
     tier.close()
     dist.destroy_process_group()
-
-
-# --- the end of a process
 
 
 _SCRIPT = """

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from loopback import run_ranks, synchronized
-from tests.sums.collective import LoopbackCollectives, results, run_collectives
+from tests.sums.collectives.collective import LoopbackCollectives, results, run_collectives
 from thinwire import schemes
 from thinwire.kernels import stack_starts
 from thinwire.rows.sparse import SUPPORTED_DTYPES, SparseRows

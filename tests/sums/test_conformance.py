@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from loopback import Outcome, run_ranks, synchronized
+from tests.sums.cases import random_ids
 from thinwire import schemes
 from thinwire.kernels import nonzero_rows
 from thinwire.lab.bench.workload import Workload
@@ -25,6 +26,8 @@ from thinwire.sums import owners, union_shares
 from thinwire.sums.scheme import from_units, to_units, unit_shape
 
 ANY = tuple(Format)
+
+
 SCHEMES: dict[str, Scheme] = {
     **schemes.NAMED,
     "zen_hierarchical_hash": replace(schemes.ZEN, ownership=Ownership.HIERARCHICAL_HASH),
@@ -56,7 +59,11 @@ SCHEMES: dict[str, Scheme] = {
     ),
     "one_server_broadcast": replace(schemes.ZEN, servers=1, pull_communication="hierarchy"),
 }
+
+
 WORLD_SIZES = (1, 2, 3, 4, 5, 8)
+
+
 ROUNDING = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 
 
@@ -91,10 +98,6 @@ def make_case(ids_per_rank: list[Tensor], num_rows: int, width: int, dtype: torc
     generator = torch.Generator().manual_seed(seed)
     values = [torch.randn(ids.numel(), width, generator=generator).to(dtype) for ids in ids_per_rank]
     return Case(tuple(SparseRows(ids, value, num_rows) for ids, value in zip(ids_per_rank, values, strict=True)))
-
-
-def random_ids(num_rows: int, density: float, generator: torch.Generator) -> Tensor:
-    return (torch.rand(num_rows, generator=generator) < density).nonzero().flatten()
 
 
 @st.composite
@@ -223,27 +226,6 @@ def test_laws_when_rows_are_dealt_to_ranks_that_hold_them(
     law()
 
 
-@given(st.integers(1, 9), st.integers(0, 2**31), st.sampled_from([0.02, 0.3, 1.0]))
-def test_rows_are_dealt_evenly_and_to_ranks_that_hold_them(world_size: int, seed: int, density: float) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    ids = [random_ids(200, density, generator) for _ in range(world_size)]
-    union = torch.cat(ids).unique()
-    held = [torch.searchsorted(union, part) for part in ids]
-    owned = union_shares.deal(held, union.numel())
-    quota = -(-union.numel() // world_size)
-    assert torch.equal(torch.cat(owned).sort().values, torch.arange(union.numel()))
-    assert all(torch.equal(rows, rows.sort().values) and rows.numel() <= quota for rows in owned)
-    strangers = sum(int((~torch.isin(rows, held[rank])).sum()) for rank, rows in enumerate(owned))
-    assert not strangers or max(rows.numel() for rows in owned) == quota, "only what is too much for a holder"
-
-
-def test_rows_that_one_rank_alone_holds_are_dealt_to_it() -> None:
-    held = [torch.tensor([0, 3, 4]), torch.tensor([1, 4, 6]), torch.tensor([2, 4, 5])]
-    assert [rows.tolist() for rows in union_shares.deal(held, 7)] == [[0, 3, 4], [1, 6], [2, 5]]
-    held = [torch.arange(9), torch.tensor([8])]
-    assert [rows.tolist() for rows in union_shares.deal(held, 9)] == [[0, 1, 2, 3, 4], [5, 6, 7, 8]]
-
-
 @pytest.mark.parametrize(("scheme", "most"), [(schemes.COLUMN_SPLIT, 1.05), (schemes.UNION_SPLIT, 1.025)])
 @pytest.mark.parametrize("recipe", ["lstm", "nmt", "bert"])
 def test_shares_of_a_union_come_near_the_values_that_no_scheme_can_avoid(
@@ -262,8 +244,14 @@ SHAPES = [
     pytest.param(schemes.ZEN, Ownership.HIERARCHICAL_HASH, id=Ownership.HIERARCHICAL_HASH),
     pytest.param(schemes.SPARSE_PS, Ownership.CONTIGUOUS, id=Ownership.CONTIGUOUS),
 ]
+
+
 PAIRS = list(product(Format, Format))
+
+
 SPARSE_PAIRS = [pair for pair in PAIRS if Format.DENSE not in pair]
+
+
 DENSE_PAIRS = [pair for pair in PAIRS if Format.DENSE in pair]
 
 
@@ -304,6 +292,8 @@ def test_the_dense_format_predicts_its_bytes_and_adds_only_zero_rows(
 
 
 EMPTY = torch.empty(0, dtype=torch.int64)
+
+
 CORNERS = {
     "no_rank_has_rows": (50, lambda rank, n: EMPTY),
     "one_rank_has_rows": (50, lambda rank, n: torch.arange(0, 50, 3) if rank == n - 1 else EMPTY),

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tests.sums.collectives.collective import LoopbackCollectives, Tamper, results, run_collectives
+from tests.sums.collectives.test_collective_faults import few, mean, some_rows
 from torch import Tensor
 
 from loopback import LoopbackExchange, run_ranks, synchronized
-from tests.sums.collective import LoopbackCollectives, Tamper, results, run_collectives
 from tests.sums.test_collective import STACKED, dealt, uneven
-from tests.sums.test_collective_faults import few, mean, some_rows
 from thinwire import schemes
 from thinwire.comm.hosts import Hosts
 from thinwire.comm.machine import Machine, measure_collectives

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Iterator
 from dataclasses import replace
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -14,71 +12,18 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch import nn
 from torch.distributed.tensor import DTensor
 
-from holders import SECRET, running_holders
-from thinwire.checkpoint import Checkpointer, CheckpointPolicy, Disk, MemoryReader, MemoryWriter, Storage
+from holders import SECRET
+from tests.checkpoint.dcp.sharded import Sharded, same
+from thinwire.checkpoint import Checkpointer, CheckpointPolicy, Disk, Storage
 from thinwire.checkpoint.holder.client import HolderClient
 from thinwire.checkpoint.holder.version import Version
 from thinwire.checkpoint.state import coding
 from thinwire.lab.testbed.launch import RankContext, run_ranks
 
 pytestmark = pytest.mark.ranks
-
-
-class Sharded:
-    """A training of the ranks of a group, with shapes that no number of ranks divides."""
-
-    def __init__(self, group: Any, seed: int) -> None:
-        torch.manual_seed(seed)
-        self.group = group
-        mesh = DeviceMesh.from_group(group, "cpu")
-        self.model = nn.Sequential(nn.Linear(7, 30), nn.BatchNorm1d(30), nn.Tanh(), nn.Linear(30, 1))
-        for layer in (self.model[0], self.model[3]):
-            fully_shard(layer, mesh=mesh)
-        fully_shard(self.model, mesh=mesh)
-        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
-        torch.manual_seed(100 * seed + dist.get_rank())
-
-    def train(self, steps: int, checkpointer: Checkpointer | None = None) -> None:
-        for _ in range(steps):
-            self.optimizer.zero_grad()
-            self.model(torch.randn(5, 7)).square().mean().backward()
-            self.optimizer.step()
-            if checkpointer is not None:
-                checkpointer.step()
-                assert checkpointer.flush(20)
-
-    def checkpointer(self, sockets: list[str], compress: str | None = None, **storage: Any) -> Checkpointer:
-        socket = sockets[dist.get_rank()]
-        named = Storage(**{"run_id": "run", "holder_socket": socket, "process_group": self.group, **storage})
-        return Checkpointer(
-            self.model, self.optimizer, policy=CheckpointPolicy(on_divergence="off", compress=compress), storage=named
-        )
-
-    def state(self) -> dict[str, Any]:
-        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
-
-    def kept(self) -> list[Tensor]:
-        """Parameters and moments."""
-        moments = [value for state in self.optimizer.state_dict()["state"].values() for value in state.values()]
-        return [tensor.detach() for tensor in (*self.model.parameters(), *moments)]
-
-    def whole(self) -> list[Tensor]:
-        """The same of all ranks put together; collective."""
-        return [t.full_tensor() if isinstance(t, DTensor) else t.clone() for t in self.kept()]
-
-    def mine(self) -> list[Tensor]:
-        """And what this rank has alone."""
-        return [*self.whole(), *(buffer.clone() for buffer in self.model.buffers()), torch.get_rng_state()]
-
-
-def same(left: list[Tensor], right: list[Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
 def restored_by_as_many(context: RankContext, sockets: list[str]) -> None:
@@ -170,46 +115,6 @@ def test_another_number_of_ranks_restores(sockets: list[str], tmp_path: Path, co
     run_ranks(restored_by_others, sockets, str(tmp_path / "disk"), compress, world_size=4, timeout_seconds=100)
 
 
-def through_dcp(context: RankContext, sockets: list[str]) -> None:
-    """Drop-in: saved by 4 ranks, loaded by 3 and by 4, numbers and nested tensors and all."""
-    first_three = dist.new_group([0, 1, 2])
-    socket = sockets[context.rank]
-    four = Sharded(dist.group.WORLD, seed=1)
-    writer = MemoryWriter("dcp", holder_socket=socket)
-    extra = {"epoch": 3, "rate": 0.1, "names": ["a", ("b", 2.5)], "of_all": torch.arange(5.0), "raw": b"\xff"}
-    four.train(1)
-    for step in (1, 2):
-        extra["epoch"] += 1
-        dcp.save({**four.state(), "extra": extra}, storage_writer=writer, checkpoint_id=step)
-    stored = four.whole()
-    four.train(1)
-    dcp.save({**four.state(), "extra": {**extra, "epoch": 6}}, storage_writer=writer)
-    with pytest.raises(CheckpointException, match=r"extra\.bad is not made of dict"):
-        dcp.save({**four.state(), "extra": {"bad": Fraction(1, 2)}}, storage_writer=writer)
-    writer.close()
-    groups = [dist.group.WORLD, first_three] if context.rank < 3 else [dist.group.WORLD]
-    for group in groups:
-        again = Sharded(group, seed=2)
-        again.train(1)
-        found = {**again.state(), "extra": {**extra, "epoch": 0, "rate": 0.0, "of_all": torch.zeros(5)}}
-        reader = MemoryReader("dcp", holder_socket=socket, process_group=group)
-        dcp.load(found, storage_reader=reader, checkpoint_id=2, process_group=group)
-        again.model.load_state_dict(found["model"]), again.optimizer.load_state_dict(found["optimizer"])
-        assert same(again.whole(), stored)
-        assert torch.equal(found["extra"].pop("of_all"), extra["of_all"])
-        assert found["extra"] == {key: value for key, value in extra.items() if key != "of_all"}
-        dcp.load({"extra": (newest := {"epoch": 0})}, storage_reader=reader, process_group=group)
-        assert (reader.step, newest["epoch"]) == (3, 6)
-        with pytest.raises(CheckpointException, match="no step 7 of run 'dcp'"):
-            dcp.load(found, storage_reader=reader, checkpoint_id=7, process_group=group)
-        reader.close()
-
-
-@pytest.mark.slow
-def test_dcp_saves_to_and_loads_from_the_memory_of_hosts(sockets: list[str]) -> None:
-    run_ranks(through_dcp, sockets, world_size=4, timeout_seconds=100)
-
-
 def with_frozen_parts(context: RankContext, sockets: list[str], compress: str | None) -> None:
     """A large model of which a small part is trained: only that is sent, once the peer has the rest."""
     coding.floats.is_compiled = lambda: True
@@ -262,11 +167,3 @@ def with_frozen_parts(context: RankContext, sockets: list[str], compress: str | 
 @pytest.mark.parametrize("compress", [None, "lossless"])
 def test_what_does_not_change_is_not_sent(sockets: list[str], compress: str | None) -> None:
     run_ranks(with_frozen_parts, sockets[::2], compress, world_size=2, timeout_seconds=100)
-
-
-@pytest.fixture
-def sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Of the holders of two hosts, for four ranks."""
-    monkeypatch.setenv("THINWIRE_SECRET", SECRET)
-    with running_holders(tmp_path, "200MB") as places:
-        yield [places[0], places[0], places[1], places[1]]

@@ -10,66 +10,23 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.compress.factored import SUMMED, all_reduced, every_method, gradients_of, mean_of, states_of
 from thinwire import compress
-from thinwire.compress.base import Compressor, Packed, Parameter, Payload, State
+from thinwire.compress.base import Compressor, Parameter, Payload, State
 from thinwire.compress.memory import ErrorFeedback
 from thinwire.compress.methods.low_rank import LowRank, matrix_shape, next_basis, orthonormal, probabilities
 from thinwire.compress.named import parse
 from thinwire.compress.reductions.base import salted
-from thinwire.compress.wrappers import summable_code, unwrapped
+from thinwire.compress.wrappers import summable_code
 from thinwire.errors import CorruptMessageError
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+
+
 SHAPES = ((0,), (), (7,), (0, 5), (5, 0), (1023,), (37, 53), (64, 3, 5, 5), (53, 1), (1, 53))
-SUMMED = (compress.power_sgd(2), compress.power_sgd(2, warm_start=False), compress.acp_sgd(2))
-CODED = (compress.power_sgd(2, values=compress.mxfp4()), compress.power_sgd(0.05, values=compress.mxfp8()))
+
 
 every_summed = pytest.mark.parametrize("method", SUMMED, ids=lambda method: method.name)
-every_method = pytest.mark.parametrize("method", SUMMED + CODED, ids=lambda method: method.name)
-
-
-def states_of(method: Compressor, parameter: Parameter, world_size: int) -> list[State]:
-    return [salted(method.init(parameter), rank) for rank in range(world_size)]
-
-
-def all_reduced(method: Compressor, gradients: list[Tensor], parameter: Parameter, states: list[State]) -> Tensor:
-    """One step on ranks that share a thread, as the all-reduce does it: what is summed are copies."""
-    code, inside = summable_code(method), [unwrapped(method, state)[1] for state in states]
-    rounds = 0
-    payloads: list[Payload | None] = [
-        method.compress(gradient, parameter, state) for gradient, state in zip(gradients, states, strict=True)
-    ]
-    while all(payloads):
-        rounds += 1
-        parts = zip(*(payload.parts for payload in payloads if payload), strict=True)
-        assert len({payload.code for payload in payloads if payload}) == 1
-        mean = Payload(tuple(sum((p / len(gradients) for p in part[1:]), part[0] / len(gradients)) for part in parts))
-        mean = coded(mean, payloads[0].code if payloads[0] else None)
-        payloads = [code.next_round(mean, parameter, state) for state in inside]
-    assert not any(payloads), "all ranks need equally many rounds"
-    results = [code.reconstruct(mean, parameter, state) for state in inside]
-    assert all(torch.equal(result, results[0]) for result in results), "the same bits on every rank"
-    for result, state in zip(results, states, strict=True):
-        method.finish(result, parameter, state)
-    assert rounds <= len(code.round_specs(parameter))
-    return results[0]
-
-
-def coded(mean: Payload, code: Packed | None) -> Payload:
-    """What all get of a mean that its owner codes."""
-    if code is None:
-        return mean
-    plans = [(part, Parameter("part", tuple(part.shape), part.dtype)) for part in mean.parts]
-    return Payload(tuple(code.decompress(code.compress(part, plan, {}), plan) for part, plan in plans), code=code)
-
-
-def gradients_of(parameter: Parameter, world_size: int, seed: int = 0) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(parameter.shape, generator=generator, dtype=parameter.working_dtype) for _ in range(world_size)]
-
-
-def mean_of(gradients: list[Tensor]) -> Tensor:
-    return torch.stack(gradients).mean(0)
 
 
 def low_rank_gradients(parameter: Parameter, rank: int, world_size: int, seed: int = 0) -> list[Tensor]:
@@ -353,9 +310,6 @@ def test_orthonormal_rows(scale: float) -> None:
     assert torch.equal(next_basis(torch.zeros(4, 50), before), before)
 
 
-# ATOMO
-
-
 def atomo_state(parameter: Parameter, rank: int = 0) -> State:
     return salted(compress.atomo(2).init(parameter), rank)
 
@@ -464,41 +418,3 @@ def test_atomo_refuses_what_no_rank_packs() -> None:
 def test_bad_settings_are_refused_with_advice(make: Callable[[], object], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         make()
-
-
-@pytest.mark.few(5)
-@every_method
-@pytest.mark.parametrize("shape", [(37, 53), (64, 3, 5, 5), (1023,)], ids=str)
-def test_ef21_follows_the_mean_of_momenta(method: Compressor, shape: tuple[int, ...]) -> None:
-    """Every rank has the same estimate; it and what ranks hold are the mean of their momenta, and it converges."""
-    parameter = Parameter("weight", shape)
-    tracked = compress.ef21(method, 0.8)
-    states, expected = states_of(tracked, parameter, 3), torch.zeros(shape)
-    gradients = gradients_of(parameter, 3)
-    distances = []
-    for step in range(30):
-        of_step = gradients if step > 3 else gradients_of(parameter, 3, step)
-        expected = 0.8 * expected + 0.2 * mean_of(of_step)
-        mean = all_reduced(tracked, of_step, parameter, states)
-        assert all(torch.equal(state["estimate"], mean) for state in states)
-        torch.testing.assert_close(mean_of([state["average"] for state in states]), expected)
-        distances.append(float(torch.linalg.vector_norm(mean - expected) / torch.linalg.vector_norm(expected)))
-    assert distances[-1] <= (1e-5 if not summable_code(method).rank_of(parameter) else 0.75 * max(distances[4:6]))
-
-
-def test_ef21_at_full_rank_is_the_momentum() -> None:
-    parameter = Parameter("weight", (8, 12), torch.float64)
-    tracked = compress.ef21(compress.power_sgd(100, min_compression_rate=0.0), 0.5)
-    states, expected = states_of(tracked, parameter, 3), torch.zeros(8, 12, dtype=torch.float64)
-    for step in range(5):
-        gradients = gradients_of(parameter, 3, step)
-        expected = 0.5 * expected + 0.5 * mean_of(gradients)
-        torch.testing.assert_close(all_reduced(tracked, gradients, parameter, states), expected)
-
-
-@pytest.mark.parametrize("inner", [compress.top_k(0.01), compress.error_feedback(compress.power_sgd(4))])
-def test_ef21_refuses_what_it_cannot_follow(inner: Compressor) -> None:
-    with pytest.raises(ValueError, match=r"ef21 takes power_sgd or acp_sgd"):
-        compress.ef21(inner)
-    with pytest.raises(ValueError, match=r"momentum is in \[0, 1\), not 1.0"):
-        compress.ef21(compress.power_sgd(4), 1.0)

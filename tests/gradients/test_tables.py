@@ -10,7 +10,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from thinwire.gradients.tables import LookupRows, _flat_rows, _flat_width, lookups_of_features, table_names, tables_of
+from tests.gradients.fused import DTYPES, random_rows
+from thinwire.gradients.tables import (
+    LookupRows,
+    TableGradient,
+    _flat_rows,
+    _flat_width,
+    lookups_of_features,
+    share,
+    stack,
+    table_names,
+    tables_of,
+    unstack,
+)
+from thinwire.rows.sparse import SparseRows
 
 
 class DenseTableBatchedEmbeddingBagsCodegen(nn.Module):
@@ -78,3 +91,55 @@ def test_a_flat_weight_is_a_table_of_rows(widths: tuple[int, int], width: int) -
     dense = model["over"].weight
     assert lookups.matrix(dense, dense) is dense
     lookups.remove()
+
+
+@given(
+    sizes=st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), min_size=1, max_size=6),
+    width=st.integers(1, 4),
+    dtype=st.sampled_from(DTYPES),
+    seed=st.integers(0, 100),
+)
+def test_what_is_stacked_is_cut_apart_again(
+    sizes: list[tuple[int, int]], width: int, dtype: torch.dtype, seed: int
+) -> None:
+    """Also empty tables, and tables without rows."""
+    tables = [random_rows(rows, count, width, dtype, seed + place) for place, (rows, count) in enumerate(sizes)]
+    stacked = stack(tables)
+    checked = SparseRows(stacked.ids, stacked.values, stacked.num_rows)  # sorted, unique, in range
+    assert torch.equal(checked.to_dense(), torch.cat([table.to_dense() for table in tables]))
+    for ours, table in zip(unstack(stacked, [table.num_rows for table in tables]), tables, strict=True):
+        assert torch.equal(ours.ids, table.ids)
+        assert torch.equal(ours.values, table.values)
+        assert ours.num_rows == table.num_rows
+
+
+@given(total=st.integers(0, 10**12), weights=st.lists(st.integers(0, 10**6), min_size=1, max_size=30))
+def test_shares_lose_nothing(total: int, weights: list[int]) -> None:
+    shares = share(total, weights)
+    assert sum(shares) == total
+    if any(weights):
+        assert all(abs(part - total * weight / sum(weights)) <= 1 for part, weight in zip(shares, weights, strict=True))
+    else:
+        assert max(shares) - min(shares) <= 1
+
+
+def test_a_row_that_cancelled_is_zero_in_a_dense_gradient_afterwards() -> None:
+    """A sum by blocks does not tell of it, and this rank's share of it must not stay."""
+    table = TableGradient("t", torch.tensor([[0.0, 0.0], [1.0, 2.0], [3.0, 4.0]]), torch.tensor([2, 1, 2]))
+    mean = SparseRows(torch.tensor([0, 2]), torch.full((2, 2), 9.0), 3)
+    assert table.store(table.rows(), mean) is table.gradient
+    assert table.gradient.tolist() == [[9.0, 9.0], [0.0, 0.0], [9.0, 9.0]]
+
+
+def test_a_weight_that_an_output_layer_shares_is_no_table() -> None:
+    """Its gradient is dense, so it can be compressed; others of embeddings have rows."""
+    model = nn.ModuleDict(
+        {"words": nn.Embedding(600, 16), "output": nn.Linear(16, 600), "users": nn.Embedding(600, 16)}
+    )
+    users = model["users"].weight
+    assert {id(weight) for weight in tables_of(model)} == {id(model["words"].weight), id(users)}
+    model["output"].weight = model["words"].weight
+    assert [id(weight) for weight in tables_of(model)] == [id(users)]
+    assert [id(weight) for weight in LookupRows(model, compressed={id(model["words"].weight)}).parameters] == [
+        id(users)
+    ]

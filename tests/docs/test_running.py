@@ -43,7 +43,7 @@ INSTEAD = {"train.py": "examples/ddp_sparse.py", "train.py:make": "examples/mytr
 """Files of a reader, and ours that are like them."""
 
 NOT_RUN = {
-    "thinwire holder": "it outlives the command; tests/checkpoint/holder/test_holder.py runs each of its forms",
+    "thinwire holder": "it outlives the command; tests/checkpoint/holder/test_server.py runs each of its forms",
     "torchrun": "tests/house/test_examples.py and test_checkpointer.py run the examples",
     "--no-python": "in a job of torchrun: tests/lab/cli/test_plan.py",
     "--design-space": "minutes, also when small: tests/lab/bench/test_sync.py runs it nightly",

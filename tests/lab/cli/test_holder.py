@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from tests.lab.cli.programs import imported_by
+from thinwire.lab.cli import holder as command
 
 
 @pytest.mark.slow
@@ -36,3 +38,10 @@ def test_wrong_options_of_a_holder_are_said_alike_in_the_foreground_and_detached
     )
     assert (ran.returncode, ran.stdout) == (2, "")
     assert ran.stderr == "error: unknown size 'lots'; legal forms: '64GiB', '500MB', '1000000'\n"
+
+
+@pytest.mark.ranks
+def test_an_address_with_brackets_is_shown_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    status = {"address": "[fd00::1]:7411", "pid": 1, "used_bytes": 0, "budget_bytes": 0, "shards": []}
+    command._print(status, Console())
+    assert "Holder at [fd00::1]:7411, process 1" in capsys.readouterr().out

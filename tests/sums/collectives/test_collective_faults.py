@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.sums.collectives.collective import LoopbackCollectives, Tamper, results, run_collectives
 from torch import Tensor
 
+from tests.sums.collectives.collective import LoopbackCollectives, Tamper, results, run_collectives
 from thinwire import schemes
 from thinwire.comm import process_group
 from thinwire.errors import CorruptHeaderError, CorruptMessageError, MismatchError, PeerError

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.sums.collectives.collective import LoopbackCollectives, Tamper, results, run_collectives
-from tests.sums.collectives.test_collective_faults import few, mean, some_rows
 from torch import Tensor
 
 from loopback import LoopbackExchange, run_ranks, synchronized
+from tests.sums.collectives.collective import LoopbackCollectives, Tamper, results, run_collectives
+from tests.sums.collectives.test_collective_faults import few, mean, some_rows
 from tests.sums.test_collective import STACKED, dealt, uneven
 from thinwire import schemes
 from thinwire.comm.hosts import Hosts

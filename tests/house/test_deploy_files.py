@@ -17,7 +17,7 @@ from thinwire.checkpoint.holder import metrics
 from thinwire.checkpoint.holder.store import parse_bytes
 from thinwire.lab.cli.main import app
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 SCRIPTS = ["torchrun/train.sh", "slurm/train.sbatch"]
 PRIORITY, HOLDER, POLICY = yaml.safe_load_all((DEPLOY / "kubernetes/holder.yaml").read_text())

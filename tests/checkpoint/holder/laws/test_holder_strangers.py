@@ -21,26 +21,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from checkpoint_faults.wire import Frame, Proxy, babble, connect, header
 from clocks import PATIENCE, wait_until
 from handshakes import welcome
+from strange_holders import NUM_BYTES, SECRET, hello, write
 from thinwire.checkpoint.holder import acceptor, daemon, frames, mac, server, sessions, start
 from thinwire.checkpoint.holder.client import HolderClient
 from thinwire.checkpoint.holder.frames import FrameKind
-from thinwire.checkpoint.holder.metrics import prometheus_text
-from thinwire.checkpoint.holder.replication import PIECE_BYTES, call
+from thinwire.checkpoint.holder.replication import call
 from thinwire.checkpoint.holder.server import AlreadyRunning, Holder, HolderConfig
 from thinwire.checkpoint.holder.start import HolderOptions, ensure_holder, load_secret, start_holder
-from thinwire.checkpoint.holder.version import CHUNK_BYTES
 from thinwire.errors import CorruptMessageError, LostPeerError, PeerError, ThinwireError
-from thinwire.lab.cli import holder as command
 
 pytestmark = pytest.mark.ranks
-
-SECRET = b"the secret of the campaign"  # which `checkpoint_faults` has too
-NUM_BYTES = CHUNK_BYTES + 12_345
 
 
 @pytest.fixture
@@ -70,20 +64,6 @@ def process(directory: Path, name: str, **options: Any) -> Iterator[dict[str, An
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.kill(said["pid"], signal.SIGKILL)
-
-
-def write(client: HolderClient, step: int, num_bytes: int = NUM_BYTES) -> bytes:
-    payload = random.Random(step).randbytes(num_bytes)
-    writer = client.slot(step)
-    assert writer is not None
-    writer.payload[:num_bytes] = payload
-    writer.payload.release()
-    writer.publish(b"{}", num_bytes, wait=True)
-    return payload
-
-
-def hello(client: HolderClient, *replicas: str, run_id: str = "run") -> None:
-    client.hello(run_id, {"ranks": 2}, 0, NUM_BYTES, replicas)
 
 
 def read(client: HolderClient, step: int) -> bytes:
@@ -198,34 +178,6 @@ def test_a_piece_counts_in_its_place_only(host: Callable[..., Holder], what: str
         assert client.status()["bytes_sent"] > NUM_BYTES, "it was sent again"
         with HolderClient.connect(there.config.socket_path, SECRET) as peer:
             assert read(peer, 1) == payload
-
-
-def test_tags_of_openssl_are_those_of_aes_gcm() -> None:
-    aead = pytest.importorskip("cryptography.hazmat.primitives.ciphers.aead")
-    if "gmac" not in mac.macs():
-        pytest.skip("this Python has no shared OpenSSL")
-    chance = random.Random(0)
-    for size in (1, 15, 16, 17, 4096, PIECE_BYTES + 1):
-        key, number, payload = chance.randbytes(32), chance.randrange(1 << 64), chance.randbytes(size)
-        expected = aead.AESGCM(key).encrypt(number.to_bytes(12, "little"), b"", payload)
-        assert mac._gmac(key, number, payload) == mac._gmac(key, number, memoryview(bytearray(payload))) == expected
-
-
-@pytest.mark.parametrize("name", ["gmac", "hmac"])
-def test_a_tag_depends_on_key_place_and_every_byte(name: str) -> None:
-    if name not in mac.macs():
-        pytest.skip("this Python has no shared OpenSSL")
-    payload, tags = bytearray(random.Random(1).randbytes(5000)), mac.Tags(b"key", name)
-    tag = tags.of_payload(3, payload)
-    assert len(tag) == mac.TAG_BYTES
-    assert tag == mac.Tags(b"key", name).of_payload(3, memoryview(payload))
-    others = [tags.of_payload(4, payload), mac.Tags(b"yek", name).of_payload(3, payload)]
-    for place in (0, 15, 16, 2500, 4999):
-        payload[place] ^= 1
-        others.append(tags.of_payload(3, payload))
-        payload[place] ^= 1
-    assert tag not in others
-    assert len(set(others)) == len(others)
 
 
 def reach(path: Path, secret: bytes = SECRET) -> None:
@@ -539,12 +491,6 @@ def test_a_generated_secret_is_there_as_a_whole_or_not_at_all(tmp_path: Path, mo
     assert [path.name for path in tmp_path.iterdir()] == ["a.secret"]
 
 
-def test_an_address_with_brackets_is_shown_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
-    status = {"address": "[fd00::1]:7411", "pid": 1, "used_bytes": 0, "budget_bytes": 0, "shards": []}
-    command._print(status, Console())
-    assert "Holder at [fd00::1]:7411, process 1" in capsys.readouterr().out
-
-
 def test_a_deleted_socket_comes_back_with_all_that_was_held(tmp_path: Path) -> None:
     """With its directory, its lock and the generated secret; and while it cannot come back, that is said."""
     directory = tmp_path / "run"
@@ -682,81 +628,6 @@ def test_a_process_that_is_no_holder_is_not_ended(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["holder", "--stop", "--pid", str(os.getpid())])
     assert result.exit_code == 2
     assert "is no holder" in result.output
-
-
-def ask(address: str, request: bytes) -> tuple[str, str]:
-    with connect(address) as sock:
-        sock.sendall(request)
-        data = b""
-        while piece := sock.recv(1 << 16):
-            data += piece
-    head, _, body = data.decode().partition("\r\n\r\n")
-    return head.partition("\r\n")[0], body
-
-
-def samples(text: str) -> dict[str, float]:
-    """Every sample of Prometheus's text; each family must have its help and its type first."""
-    found, families = {}, set()
-    for line in text.splitlines():
-        if line.startswith("# TYPE "):
-            families.add(line.split()[2])
-            assert line.split()[3] in ("gauge", "counter")
-            assert (line.split()[3] == "counter") is line.split()[2].endswith("_total")
-        elif not line.startswith("#"):
-            name, _, value = line.rpartition(" ")
-            assert name.partition("{")[0] in families
-            assert name not in found, "a sample has one value"
-            found[name] = float(value)
-    return found
-
-
-def test_metrics_are_what_the_status_says(host: Callable[..., Holder], tmp_path: Path) -> None:
-    there = host("b")
-    here = host("a", metrics=str(tmp_path / "metrics"))
-    address = str(tmp_path / "metrics")
-    with HolderClient.connect(here.config.socket_path, SECRET) as client:
-        hello(client, there.address, run_id='a"run\\with\nall')
-        status, text = ask(address, b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
-        assert status == "HTTP/1.1 200 OK"
-        assert "newest_step" not in text, "there is none yet"
-        ready = b"GET /readyz HTTP/1.1\r\n\r\n"
-        assert ask(address, ready) == ("HTTP/1.1 200 OK", "ok\n"), "nothing can be lost"
-        write(client, 7)
-        status, text = ask(address, ready)
-        assert status.endswith("503 Service Unavailable")
-        assert text == "shard 0 of run 'a\"run\\\\with\\nall' has no copy\n"
-        client.grant_all()
-        wait_until(lambda: client.status()["newest_replicated"] == 7)
-        assert ask(address, ready) == ("HTTP/1.1 200 OK", "ok\n")
-        _, text = ask(address, b"GET /metrics?x HTTP/1.0\r\n\r\n")
-        found = samples(text)
-        (shard,) = client.holder_status()["shards"]
-        topology = shard["shard"]["topology"]
-        labels = f'{{run="a\\"run\\\\with\\nall",topology="{topology}",owner="0",role="own"}}'
-        assert found[f"thinwire_holder_newest_step{labels}"] == 7
-        assert found[f"thinwire_holder_newest_replicated_step{labels}"] == 7
-        assert 0 <= found[f"thinwire_holder_newest_replicated_age_seconds{labels}"] < 60
-        assert found["thinwire_holder_replication_bytes_total"] == NUM_BYTES
-        assert found["thinwire_holder_used_bytes"] == client.holder_status()["used_bytes"] > 0
-        assert found["thinwire_holder_trainer_connections"] == 1
-        assert "secret" not in text.replace("proven no secret yet", "")
-        samples(prometheus_text(there.status()))
-    for probe in (b"healthz", b"livez"):
-        assert ask(address, b"GET /" + probe + b" HTTP/1.1\r\n\r\n") == ("HTTP/1.1 200 OK", "ok\n")
-    assert ask(address, b"POST /metrics HTTP/1.1\r\n\r\n")[0].endswith("405 Method Not Allowed")
-    assert ask(address, b"GET / HTTP/1.1\r\n\r\n")[0].endswith("404 Not Found")
-    with contextlib.suppress(OSError):
-        assert ask(address, b"x" * 9000) == ("", "")
-
-
-def test_slow_readers_of_metrics_keep_nobody_out(host: Callable[..., Holder]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    host("a", metrics=f"127.0.0.1:{port}")
-    with contextlib.ExitStack() as stack:
-        for _ in range(200):
-            stack.enter_context(connect(f"127.0.0.1:{port}")).sendall(b"GET /met")
-        assert ask(f"127.0.0.1:{port}", b"GET /metrics HTTP/1.1\r\n\r\n")[0] == "HTTP/1.1 200 OK"
 
 
 def test_the_log_of_a_detached_holder_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

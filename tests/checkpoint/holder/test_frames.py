@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import random
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from clocks import wait_until
 from handshakes import welcome
 from thinwire.checkpoint.holder.frames import Connection, FrameKind
 from thinwire.errors import CorruptMessageError, LostPeerError, PeerError, ThinwireError
@@ -178,3 +182,129 @@ def test_a_long_payload_is_refused_where_a_short_one_is_legal() -> None:
         frame = ends.listener.receive(0.3)
         with pytest.raises(CorruptMessageError, match="at most 100"):
             ends.listener.read_payload(frame, 100)
+
+
+TIMEOUT_SECONDS = 100.0
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Connection, Connection]]:
+    """Two ends that trust each other, over TCP."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        caller = Connection(socket.create_connection(listener.getsockname()), TIMEOUT_SECONDS)
+        called = Connection(listener.accept()[0], TIMEOUT_SECONDS)
+    greeting = threading.Thread(target=caller.greet, args=(b"secret",))
+    greeting.start()
+    welcome(called, b"secret")
+    greeting.join()
+    yield caller, called
+    caller.close()
+    called.close()
+
+
+def test_an_idle_connection_is_not_lost_and_says_so_at_once(pair: tuple[Connection, Connection]) -> None:
+    """Not after the timeout: a sender asks whenever it has had nothing to send for a second."""
+    caller, called = pair
+    started = time.monotonic()
+    assert not caller.hung_up
+    called.send(FrameKind.CAST)
+    time.sleep(0.05)
+    assert not caller.hung_up, "what has come is no end"
+    assert caller.receive().kind == FrameKind.CAST
+    called.close()
+    wait_until(lambda: caller.hung_up)
+    caller.close()
+    assert caller.hung_up
+    assert time.monotonic() - started < TIMEOUT_SECONDS / 2
+
+
+class SlowSocket(socket.socket):
+    """One whose thread is stopped on its way into the kernel, with the number of the descriptor that it will read."""
+
+    entered: threading.Event
+    goes_on: threading.Event
+
+    def recv(self, *arguments: int) -> bytes:
+        number = self.fileno()
+        self.entered.set()
+        assert self.goes_on.wait(TIMEOUT_SECONDS)
+        return os.read(number, *arguments)
+
+
+def test_a_thread_that_is_about_to_read_never_reads_from_another_socket() -> None:
+    """A descriptor that is closed meanwhile is the number of the next socket, of somebody else."""
+    ours, theirs = socket.socketpair()
+    slow = SlowSocket(fileno=ours.detach())
+    slow.entered, slow.goes_on = threading.Event(), threading.Event()
+    connection, errors = Connection(slow, TIMEOUT_SECONDS), []
+
+    def receive() -> None:
+        try:
+            connection.receive()
+        except LostPeerError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=receive)
+    thread.start()
+    assert slow.entered.wait(TIMEOUT_SECONDS)
+    connection.close()
+    assert connection.is_closed
+    others = socket.socketpair()
+    others[1].sendall(b"another conversation"), others[0].sendall(b"another conversation")
+    slow.goes_on.set()
+    thread.join(TIMEOUT_SECONDS)
+    assert [sock.recv(100) for sock in others] == [b"another conversation"] * 2
+    assert len(errors) == 1
+    assert slow.fileno() < 0, "who was inside releases it"
+    for sock in (theirs, *others):
+        sock.close()
+
+
+@pytest.mark.parametrize("num_bytes", [1, 4096, (128 << 10) + 1, (3 << 20) + 7])
+def test_a_payload_that_trickles_in_is_complete_and_the_next_frame_comes(
+    pair: tuple[Connection, Connection], num_bytes: int
+) -> None:
+    caller, called = pair
+    payload = random.Random(num_bytes).randbytes(num_bytes)
+
+    def send() -> None:
+        caller.send(FrameKind.DATA, {"n": 1}, payload)
+        time.sleep(0.02)
+        caller.send(FrameKind.CAST, {"n": 2})
+
+    sending = threading.Thread(target=send)
+    sending.start()
+    frame = called.receive()
+    into = bytearray(frame.payload_bytes)
+    called.read_piece(frame, memoryview(into))
+    assert into == payload
+    assert called.receive().json == {"n": 2}
+    sending.join()
+
+
+def test_a_sender_that_dies_within_a_payload_is_noticed_before_the_timeout(
+    pair: tuple[Connection, Connection],
+) -> None:
+    caller, called = pair
+    caller.send(FrameKind.DATA, {}, bytes(1 << 20))
+    caller.close()
+    frame = called.receive()
+    assert frame.payload_bytes == 1 << 20
+    started = time.monotonic()
+    with pytest.raises(LostPeerError):
+        called.read_piece(frame, memoryview(bytearray(2 << 20)))
+    assert time.monotonic() - started < TIMEOUT_SECONDS / 2
+
+
+def test_the_kernel_counts_what_was_acknowledged(pair: tuple[Connection, Connection]) -> None:
+    caller, called = pair
+    before, *_ = caller.tcp_counts
+    caller.send(FrameKind.DATA, {}, bytes(100_000))
+    frame = called.receive()
+    called.read_piece(frame, memoryview(bytearray(frame.payload_bytes)))
+    wait_until(lambda: caller.tcp_counts[0] - before >= 100_000)
+    after, seconds, latency = caller.tcp_counts
+    assert 100_000 <= after - before < 101_000, "payload, header and JSON"
+    assert 0.0 <= seconds < TIMEOUT_SECONDS > latency > 0.0
+    caller.close()
+    assert caller.tcp_counts == (0, 0.0, 0.0)

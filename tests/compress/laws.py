@@ -1,4 +1,4 @@
-"""x"""
+"""Gradients of every kind, and what arrives of them."""
 
 from __future__ import annotations
 

@@ -3,11 +3,27 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from thinwire import compress
 from thinwire.compress.base import Compressor, Parameter, Payload, State
+from thinwire.compress.methods.sparsify import DensitySelector
+from thinwire.compress.papers.thresholds import SampledTopK
+
+METHODS: dict[str, Callable[..., DensitySelector]] = {
+    "top_k": compress.top_k,
+    "random_k": compress.random_k,
+    "gaussian_k": compress.gaussian_k,
+    "redsync": compress.redsync,
+    "sidco_exponential": compress.sidco,
+    "sidco_gamma": lambda density, **more: compress.sidco(density, distribution="gamma", **more),
+    "sidco_pareto": lambda density, **more: compress.sidco(density, distribution="pareto", **more),
+    "ms_top_k": compress.ms_top_k,
+    "sampled_top_k": lambda density, **more: SampledTopK(density, **more),
+}
 
 
 def gradient_of(parameter: Parameter) -> Tensor:

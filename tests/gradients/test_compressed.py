@@ -459,11 +459,6 @@ def test_states_of_something_else_are_refused() -> None:
     run_ranks_without_result(2, run)
 
 
-def test_an_unknown_exchange_names_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"auto, all_reduce, all_gather, two_shot, .*zen"):
-        planned(assign(lambda parameter: compress.top_k(0.1).by("all_together"), PARAMETERS), PARAMETERS, 2)
-
-
 def own_compressor() -> Compressor:
     """The one of docs/guides/compression.md, as it is there."""
     text = (Path(__file__).parents[2] / "docs" / "guides" / "compression.md").read_text()

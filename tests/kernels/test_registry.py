@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.z import every_kernel
 from thinwire import kernels
 from thinwire.kernels import dispatch, warm
 from thinwire.kernels.dispatch import KERNELS, Kernel
@@ -23,6 +22,8 @@ from thinwire.kernels.reference import quantize as reference_quantize
 from thinwire.kernels.reference import rows as reference
 from thinwire.kernels.reference import select as reference_select
 from thinwire.kernels.samples import Sample
+
+every_kernel = pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
 
 REFERENCES = (reference, reference_codes, reference_floats, reference_quantize, reference_select)
 

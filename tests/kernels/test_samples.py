@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from tests.kernels.z import every_kernel
-from thinwire.kernels.dispatch import Kernel
+import pytest
+
+from thinwire.kernels.dispatch import KERNELS, Kernel
+
+every_kernel = pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
 
 
 @every_kernel

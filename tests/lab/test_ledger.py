@@ -10,10 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.sums.costs import named
 from thinwire import schemes
 from thinwire.lab import ledger
 from thinwire.schemes import Scheme
+
+named = pytest.mark.parametrize("scheme", schemes.NAMED.values(), ids=schemes.NAMED.keys())
 
 
 @pytest.mark.few(8)

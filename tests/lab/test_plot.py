@@ -17,7 +17,7 @@ from thinwire.lab.report import Report
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-from tests.lab.x import ORIGIN
+from tests.lab.origin import ORIGIN
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from thinwire.lab.report import Origin, Report
 
 if TYPE_CHECKING:
     pass
-from tests.lab.x import ORIGIN
+from tests.lab.origin import ORIGIN
 
 
 def test_a_page_says_how_it_was_made() -> None:

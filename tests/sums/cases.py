@@ -1,4 +1,4 @@
-"""x"""
+"""Rows at random."""
 
 from __future__ import annotations
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.sums.costs import named
 from thinwire import schemes
 from thinwire.comm.channel import opening_bytes
 from thinwire.comm.process_group import ring_all_reduce_bytes
@@ -15,6 +14,8 @@ from thinwire.lab import ledger
 from thinwire.rows.formats import Header
 from thinwire.schemes import Scheme, Unit
 from thinwire.sums import cost
+
+named = pytest.mark.parametrize("scheme", schemes.NAMED.values(), ids=schemes.NAMED.keys())
 
 HEADER = Header.NUM_BYTES
 

@@ -14,15 +14,26 @@ from torch import Tensor
 from thinwire import kernels
 from thinwire.kernels.reference import select as reference_select
 
+every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+
 pytest.importorskip("numba")
+
+
 JIT = os.environ.get("NUMBA_DISABLE_JIT", "0") == "0"
+
+
 SIZES = (0, 1, 7, 63, 64, 65, 1023, 1025, 50_001 if JIT else 2_001)
-DTYPES = (torch.float32, torch.float64)
+
+
 SPECIAL = (0.0, -0.0, 1e-45, -1e-40, 1e-38, 1.0, -1.0, 1.0000001, 3e38, math.inf, -math.inf, math.nan)
 
+
 pytestmark = pytest.mark.usefixtures("nothing_compiles_after_warm_up")
+
+
 every_size = pytest.mark.parametrize("size", SIZES)
-every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
 every_kind = pytest.mark.parametrize("kind", ["normal", "heavy", "narrow", "constant", "zero", "few", "special"])
 
 
@@ -97,25 +108,6 @@ def test_twins_find_the_same_moments(size: int, dtype: torch.dtype, kind: str) -
         assert got.count == expected.count
         assert got.sum == pytest.approx(expected.sum, rel=1e-12)
         assert got.sum_squares == pytest.approx(expected.sum_squares, rel=1e-12)
-
-
-def test_moments_by_hand() -> None:
-    values = torch.tensor([3.0, 0.0, -4.0, -0.0, 0.5])
-    for mode in ("reference", "numba"):
-        with kernels.using(mode):
-            assert kernels.magnitude_moments(values) == kernels.Moments(3, 7.5, 25.25)
-            assert kernels.magnitude_moments(values, 0.75) == kernels.Moments(2, 7.0, 25.0)
-            assert kernels.magnitude_moments(values, 9.0) == kernels.Moments(0, 0.0, 0.0)
-
-
-@every_dtype
-def test_the_largest_are_those_of_a_stable_sort(dtype: torch.dtype) -> None:
-    values = torch.randint(-9, 10, (400,)).to(dtype)  # many are equal
-    for k in (1, 13, 200, 399):
-        expected = values.abs().sort(descending=True, stable=True).indices[:k].sort().values
-        ids, chosen = reference_select.top_magnitudes(values, k)
-        assert torch.equal(ids, expected)
-        assert torch.equal(chosen, values[expected])
 
 
 @pytest.mark.slow

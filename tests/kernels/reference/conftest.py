@@ -9,7 +9,7 @@ import pytest
 from thinwire import kernels
 
 
-@pytest.fixture(autouse=True, scope="module", params=["reference", "numba"])
+@pytest.fixture(scope="module", params=["reference", "numba"])
 def twin(request: pytest.FixtureRequest) -> Iterator[str]:
     """Every test runs with each twin, at every size."""
     if request.param == "numba":

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from thinwire import kernels
 
+pytestmark = pytest.mark.usefixtures("twin")
+
 
 @given(st.sets(st.integers(0, 300)), st.integers(0, 40))
 def test_bits_come_back(members: set[int], spare: int) -> None:

@@ -15,6 +15,8 @@ from thinwire import kernels
 from thinwire.rows.partition import HierarchicalHash
 from thinwire.rows.sparse import SUPPORTED_DTYPES
 
+pytestmark = pytest.mark.usefixtures("twin")
+
 dtypes = pytest.mark.parametrize("dtype", SUPPORTED_DTYPES, ids=str)
 
 

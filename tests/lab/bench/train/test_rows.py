@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from thinwire.lab.bench.jobs.named import get_job
 from thinwire.lab.bench.train.account import Account
 from thinwire.lab.bench.train.rank import JobTraining, RankRecord, StepRecord
-from thinwire.lab.bench.train.rows import curve_of, row_of
+from thinwire.lab.bench.train.rows import against_rank_order, bits_per_value, curve_of, row_of
 
 
 def test_the_first_step_is_told_apart() -> None:
@@ -41,3 +43,20 @@ def test_a_step_of_an_outer_loop_is_a_mean_over_rounds() -> None:
     assert (made["rounds"], made["exposed_seconds"], made["step_seconds"]) == (2.0, pytest.approx(0.1), 1.6)
     assert (plain["rounds"], plain["exposed_seconds"], plain["step_seconds"]) == (None, 0.0, 1.5)
     assert made["bytes_sent_max"] == plain["bytes_sent_max"] == 400
+
+
+def test_the_factor_of_a_ring_is_divided_out() -> None:
+    for ranks, width in itertools.product((2, 3, 8), (4, 2)):
+        sent = [2 * (ranks - 1) * width * 5040 // ranks] * ranks
+        assert bits_per_value(sent, 5040) == pytest.approx(16 * width)
+    assert bits_per_value([7], 5) is None
+    assert bits_per_value([0, 0], 0) is None
+
+
+def test_rows_are_compared_with_the_sum_in_rank_order() -> None:
+    def row(method: str, losses: str, parameters: str) -> dict[str, Any]:
+        return {"method": method, "losses_digest": losses, "parameters_digest": parameters}
+
+    rows = [row("ddp", "a", "x"), row("rank_order", "b", "y"), row("lossless", "b", "y"), row("bf16", "b", "z")]
+    assert [each["bitwise_rank_order"] for each in against_rank_order(rows)] == [False, True, True, False]
+    assert [each["bitwise_rank_order"] for each in against_rank_order(rows[:1])] == [None]

@@ -128,8 +128,6 @@ MODES: dict[str, tuple[dict[str, Any], list[str]]] = {
         [KNOWN, ""],
     ),
 }
-
-
 OFTEN = "sparse", "tied"
 
 

@@ -1,4 +1,4 @@
-"""Fixtures of several files."""
+"""Groups, holders and meshes that files of several folders start."""
 
 from __future__ import annotations
 

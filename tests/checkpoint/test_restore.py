@@ -340,6 +340,9 @@ def test_a_lost_connection_in_a_restore_is_no_reason_to_go_back_to_the_disk(sock
     assert [outcome.value[0] for outcome in found] == [9, 9], found[0].value[1]
 
 
+# --- the directory on a disk
+
+
 @pytest.mark.usefixtures("alone")
 def test_a_checkpoint_that_was_about_to_be_replaced_when_the_job_was_killed_is_there(
     socket: str, tmp_path: Path
@@ -540,6 +543,9 @@ def main():
     print("ended", flush=True)
 main()
 """
+
+
+# --- the end of a process
 
 
 @pytest.mark.slow

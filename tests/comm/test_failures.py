@@ -31,10 +31,7 @@ from thinwire.lab.testbed.launch import RankContext, run_ranks
 
 pytestmark = pytest.mark.ranks
 
-
 TIMEOUT = timedelta(seconds=30)
-
-
 LIMIT_SECONDS = 15.0  # for what otherwise takes the timeout, on a busy machine too
 
 

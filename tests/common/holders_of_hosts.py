@@ -16,14 +16,8 @@ from thinwire.checkpoint.holder.start import HolderOptions, start_holder
 from thinwire.checkpoint.holder.version import CHUNK_BYTES
 
 SECRET = b"a secret of the tests, long enough"
-
-
 TOPOLOGY = {"machines": [0, 1]}
-
-
 NUM_BYTES = CHUNK_BYTES + 12_345
-
-
 LAYOUT = b'{"tree": 1}'
 
 

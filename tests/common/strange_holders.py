@@ -8,8 +8,6 @@ from thinwire.checkpoint.holder.client import HolderClient
 from thinwire.checkpoint.holder.version import CHUNK_BYTES
 
 SECRET = b"the secret of the campaign"  # which `checkpoint_faults` has too
-
-
 NUM_BYTES = CHUNK_BYTES + 12_345
 
 

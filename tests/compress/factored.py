@@ -12,11 +12,7 @@ from thinwire.compress.reductions.base import salted
 from thinwire.compress.wrappers import summable_code, unwrapped
 
 SUMMED = (compress.power_sgd(2), compress.power_sgd(2, warm_start=False), compress.acp_sgd(2))
-
-
 CODED = (compress.power_sgd(2, values=compress.mxfp4()), compress.power_sgd(0.05, values=compress.mxfp8()))
-
-
 every_method = pytest.mark.parametrize("method", SUMMED + CODED, ids=lambda method: method.name)
 
 

@@ -11,11 +11,7 @@ from thinwire.compress.base import Compressor, Parameter, Payload, State, Summab
 from thinwire.compress.wrappers import code_of, unwrapped
 
 PARAMETER = Parameter("weight", (24, 32))
-
-
 TINY = 2.0**-126
-
-
 KINDS: dict[str, Callable[[torch.Generator], Tensor]] = {
     "zeros": lambda generator: torch.zeros(768),
     "all equal": lambda generator: torch.full((768,), -0.3),

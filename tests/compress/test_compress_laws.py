@@ -21,8 +21,6 @@ from thinwire.compress.methods.sparsify import DensitySparsifier
 from thinwire.compress.papers.thresholds import SampledTopK
 
 EXACTLY, NEAR = (1.0, 1.0), (2 / 3, 4 / 3)
-
-
 SPARSIFIERS: dict[str, tuple[DensitySparsifier, tuple[float, float]]] = {
     "top_k": (compress.top_k(), EXACTLY),
     "random_k": (compress.random_k(), EXACTLY),
@@ -62,6 +60,9 @@ def test_as_many_are_sent_as_were_asked_for(method: str, spread: float, drift: f
 gradients = st.lists(st.tuples(st.sampled_from(sorted(KINDS)), st.integers(0, 2**31)), min_size=1, max_size=4)
 
 
+# --- gradients that no model is made for
+
+
 @pytest.mark.parametrize("name", FEEDBACK)
 @settings(max_examples=min(25, settings.default.max_examples // 3))
 @given(steps=gradients)
@@ -96,8 +97,6 @@ def test_counts_of_any_gradient(method: str, steps: list[tuple[str, int]], densi
 
 
 DRAWS = 1 << 13
-
-
 UNBIASED: dict[str, tuple[Compressor, Callable[[Tensor], Tensor]]] = {
     "int8": (compress.int8(8, stochastic=True), lambda values: _step(values, 127)),
     "qsgd": (compress.qsgd(4, 8), lambda values: _step(values, 7)),
@@ -123,6 +122,9 @@ def _float_gap(values: Tensor, mantissa_bits: int, largest: float, lowest: int) 
     step = 2.0 ** max(-127, math.ceil(math.log2(max(TINY * 2.0**-23, float(values.abs().max())) / largest)))
     below = torch.exp2((values.abs().double() / step).clamp(min=2.0**lowest).log2().floor())
     return below * 2.0**-mantissa_bits * step
+
+
+# --- what is random is right in expectation
 
 
 @pytest.mark.parametrize("name", UNBIASED)

@@ -54,24 +54,14 @@ METHODS: dict[str, Compressor] = {
         memory.ErrorFeedback(compress.bf16()),
     )
 }
-
-
 SHAPES = ((0,), (), (1,), (7,), (1023,), (1025,), (37, 53), (3, 4, 5))
-
-
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-
-
 every_method = pytest.mark.parametrize("compressor", METHODS.values(), ids=METHODS)
-
-
 every_unbiased = pytest.mark.parametrize(
     "compressor",
     [method for method in METHODS.values() if method.memory is Memory.UNBIASED],
     ids=lambda method: method.name,
 )
-
-
 with_memory = [method for method in METHODS.values() if isinstance(method, memory.ErrorFeedback)]
 
 

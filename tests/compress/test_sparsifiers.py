@@ -20,20 +20,10 @@ from thinwire.compress.papers.thresholds import SampledTopK
 from thinwire.compress.warm_up import WarmUp
 
 SHAPES = ((0,), (1,), (7,), (1023,), (1025,), (37, 53))
-
-
 EXACTLY_K = {"top_k", "random_k", "ms_top_k"}
-
-
 every_method = pytest.mark.parametrize("method", METHODS)
-
-
 every_threshold_method = pytest.mark.parametrize("method", [name for name in METHODS if name not in EXACTLY_K])
-
-
 every_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
-
-
 every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
 
 
@@ -164,8 +154,6 @@ DISTRIBUTIONS: dict[str, Callable[[int], Tensor]] = {
     "large": lambda size: torch.randn(size) * 1e30,
     "uniform": torch.rand,
 }
-
-
 PROMISE = {
     "gaussian_k": (2 / 3, 4 / 3),
     "redsync": (2 / 3, 4 / 3),

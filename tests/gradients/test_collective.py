@@ -127,8 +127,6 @@ CASES: dict[str, list[dict[str, Any]]] = {
                     {"how": "DDP", "static_graph": True}, {"how": "DDP", "find_unused_parameters": True},
                     {"how": "plain", "accumulates": True}],
 }  # fmt: skip
-
-
 SLOW = {"marks": pytest.mark.slow}
 
 

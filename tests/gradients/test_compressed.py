@@ -122,11 +122,7 @@ METHODS: dict[str, Callable[[], Compressor]] = {
     "warm_up": lambda: compress.warm_up(compress.top_k(0.1), 4),
     "sidco": lambda: compress.sidco(0.05),
 }
-
-
 SUMMED_ONLY = ("power_sgd", "power_sgd, mxfp4", "acp_sgd", "ef21")
-
-
 RESUMED = [(method, "auto") for method in METHODS]
 
 

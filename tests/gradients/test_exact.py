@@ -23,6 +23,9 @@ def table(name: str, num_rows: int, width: int = 8, dtype: torch.dtype = torch.f
     return TableGradient(name, torch.zeros(1, 1, dtype=dtype).expand(num_rows, width))
 
 
+# --- the plan
+
+
 @given(sizes=st.lists(sizes, max_size=12))
 def test_each_table_is_in_one_group_and_only_what_is_small_and_alike_is_stacked(sizes: list[tuple[Any, ...]]) -> None:
     sync = GradientSync(AUTO)
@@ -79,6 +82,9 @@ def step_on(exchange: LoopbackExchange, scheme: str, sparse: bool, fused: bool) 
         "unions": sync.unions,
         "rounds": len(lane.subjects),
     }
+
+
+# --- synchronization
 
 
 @pytest.mark.few(6)

@@ -34,8 +34,6 @@ def test_a_copy_is_a_copy_and_one_process_is_named(monkeypatch: pytest.MonkeyPat
 
 
 Run = Callable[..., dict[str, Any]]
-
-
 PER_STEP = {f"comm/{name}_per_step" for name in ("bytes_sent", "bytes_dense", "ms", "exposed_ms")}
 
 

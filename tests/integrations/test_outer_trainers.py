@@ -9,7 +9,6 @@ import pytest
 
 pytestmark = [pytest.mark.integrations, pytest.mark.timeout(300)]
 
-
 Run = Callable[..., dict[str, Any]]
 
 

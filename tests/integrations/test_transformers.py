@@ -9,10 +9,7 @@ import pytest
 
 pytestmark = [pytest.mark.integrations, pytest.mark.timeout(300)]
 
-
 Run = Callable[..., dict[str, Any]]
-
-
 PER_STEP = {f"comm/{name}_per_step" for name in ("bytes_sent", "bytes_dense", "ms", "exposed_ms")}
 
 

@@ -14,23 +14,11 @@ from torch import Tensor
 from thinwire import kernels
 
 JIT = os.environ.get("NUMBA_DISABLE_JIT", "0") == "0"
-
-
 LARGE = 100_003 if JIT else 3_001  # as Python, kernels run a thousand times as long
-
-
 SIZES = (0, 1, 7, 1023, 1024, 1025, LARGE)
-
-
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
 every_size = pytest.mark.parametrize("size", SIZES)
-
-
 every_fill = pytest.mark.parametrize("density", [0.0, 0.001, 0.05, 0.6, 1.0])
-
-
 increasing = st.sets(st.integers(0, 5000), max_size=200).map(lambda ids: torch.tensor(sorted(ids), dtype=torch.int64))
 
 

@@ -18,7 +18,6 @@ from thinwire.kernels import dispatch
 
 numba = pytest.importorskip("numba")
 
-
 pytestmark = pytest.mark.usefixtures("nothing_compiles_after_warm_up")
 
 

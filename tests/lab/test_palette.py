@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 
 from thinwire.lab import palette
-
-if TYPE_CHECKING:
-    pass
 
 
 def luminance(color: str) -> float:

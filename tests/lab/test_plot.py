@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pages import PAGES
+from tests.lab.origin import ORIGIN
 from thinwire.lab import palette
 from thinwire.lab.plot import MOST_LINES, label_ends, spread
 from thinwire.lab.report import Report
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-from tests.lab.origin import ORIGIN
 
 
 @pytest.mark.slow

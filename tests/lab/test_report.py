@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import re
 import sys
-from typing import TYPE_CHECKING
 
 import pytest
 
 from pages import measured, train_report
-from thinwire.lab.report import Origin, Report
-
-if TYPE_CHECKING:
-    pass
 from tests.lab.origin import ORIGIN
+from thinwire.lab.report import Origin, Report
 
 
 def test_a_page_says_how_it_was_made() -> None:

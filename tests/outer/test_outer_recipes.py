@@ -112,8 +112,6 @@ RECIPES: dict[str, tuple[OuterRecipe, int, int, Callable[..., list[Params]]]] = 
         ),
     ),
 }
-
-
 LONG = ("local SGD", "DiLoCo without momentum", "Streaming DiLoCo")
 
 

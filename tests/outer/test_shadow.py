@@ -31,7 +31,6 @@ from thinwire.outer.shadow import ShadowRounds
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
-
 ROWS, WIDTH = 4000, 8
 
 

@@ -9,11 +9,7 @@ from torch import Tensor
 from thinwire.rows.floats import CHUNK_VALUES
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-
-
 SIZES = (0, 1, 2, 7, 100, 1023, 1024, 1025, 4097, CHUNK_VALUES - 1, CHUNK_VALUES, CHUNK_VALUES + 1)
-
-
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 

@@ -26,8 +26,6 @@ from thinwire.sums import owners, union_shares
 from thinwire.sums.scheme import from_units, to_units, unit_shape
 
 ANY = tuple(Format)
-
-
 SCHEMES: dict[str, Scheme] = {
     **schemes.NAMED,
     "zen_hierarchical_hash": replace(schemes.ZEN, ownership=Ownership.HIERARCHICAL_HASH),
@@ -59,11 +57,7 @@ SCHEMES: dict[str, Scheme] = {
     ),
     "one_server_broadcast": replace(schemes.ZEN, servers=1, pull_communication="hierarchy"),
 }
-
-
 WORLD_SIZES = (1, 2, 3, 4, 5, 8)
-
-
 ROUNDING = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 
 
@@ -244,14 +238,8 @@ SHAPES = [
     pytest.param(schemes.ZEN, Ownership.HIERARCHICAL_HASH, id=Ownership.HIERARCHICAL_HASH),
     pytest.param(schemes.SPARSE_PS, Ownership.CONTIGUOUS, id=Ownership.CONTIGUOUS),
 ]
-
-
 PAIRS = list(product(Format, Format))
-
-
 SPARSE_PAIRS = [pair for pair in PAIRS if Format.DENSE not in pair]
-
-
 DENSE_PAIRS = [pair for pair in PAIRS if Format.DENSE in pair]
 
 
@@ -292,8 +280,6 @@ def test_the_dense_format_predicts_its_bytes_and_adds_only_zero_rows(
 
 
 EMPTY = torch.empty(0, dtype=torch.int64)
-
-
 CORNERS = {
     "no_rank_has_rows": (50, lambda rank, n: EMPTY),
     "one_rank_has_rows": (50, lambda rank, n: torch.arange(0, 50, 3) if rank == n - 1 else EMPTY),

@@ -18,8 +18,6 @@ from thinwire.sums import cost
 named = pytest.mark.parametrize("scheme", schemes.NAMED.values(), ids=schemes.NAMED.keys())
 
 HEADER = Header.NUM_BYTES
-
-
 ON_ROWS = {name: scheme for name, scheme in schemes.NAMED.items() if scheme.unit is Unit.ROWS}
 
 

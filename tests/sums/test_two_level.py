@@ -35,8 +35,6 @@ HOSTS: dict[str, Hosts] = {
     "one_rank_a_host": ((0,), (1,), (2,)),
     "one_rank": ((0,),),
 }
-
-
 BETWEEN: dict[str, Scheme] = {
     **{name: scheme for name, scheme in schemes.NAMED.items() if not scheme.is_dense},
     "ring_zen": replace(schemes.ZEN, communication=Communication.RING),
@@ -45,8 +43,6 @@ BETWEEN: dict[str, Scheme] = {
     "ring_dense_pull": replace(schemes.ZEN, communication=Communication.RING, pull_format=(Format.DENSE,)),
     "sparcml_dense_format": replace(schemes.SPARCML, push_format=(Format.DENSE,)),
 }
-
-
 EMPTY = torch.empty(0, dtype=torch.int64)
 
 

@@ -1,4 +1,4 @@
-"""Fixtures of several files."""
+"""Holders in this process."""
 
 from __future__ import annotations
 

@@ -80,27 +80,17 @@ OPERATIONS = (
     *("hello", "slot", "publish", "abandon", "status", "inventory", "fetch", "open", "close", "holder_status"),
     *("receive", "register", "read", "what"),
 )
-
-
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers(-5, 1 << 70) | st.floats() | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
     max_leaves=6,
 )
-
-
 names = st.sampled_from(
     ["shard", "run_id", "topology", "owner", "step", "slot", "payload_bytes", "layout_bytes", "version", "manifest",
      "source", "verify", "replicas", "attempt", "handle", "keep", "keep_step", "bytes"]
 )  # fmt: skip
-
-
 contents = st.dictionaries(names, json_values, max_size=8)
-
-
 requests = st.tuples(st.sampled_from(list(FrameKind)), st.sampled_from(OPERATIONS), contents, st.binary(max_size=20))
-
-
 messages = st.binary(max_size=100) | requests
 
 

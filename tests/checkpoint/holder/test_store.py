@@ -15,11 +15,7 @@ from thinwire.checkpoint.holder.store import Assignment, Holding, Shard, Store
 from thinwire.checkpoint.holder.version import NONCE_BITS, Manifest, ShardId
 
 SHARD = ShardId("run", "a1", 0)
-
-
 SIZE = SlotSize(100, 10)
-
-
 Order = tuple[int, int]
 
 
@@ -169,8 +165,6 @@ def test_what_was_given_up_makes_room_though_it_was_never_sent(store: Store) -> 
 
 
 views = st.builds(SlotView, st.none() | st.tuples(st.integers(0, 2), st.integers(0, 4)), st.booleans(), st.booleans())
-
-
 an_order = st.tuples(st.integers(0, 2), st.integers(0, 4))
 
 

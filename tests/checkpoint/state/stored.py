@@ -79,8 +79,6 @@ keys = st.one_of(
     st.text(max_size=5), st.integers(), st.booleans(), st.none(), st.floats(allow_nan=False), any_number("bhilBHIL?"),
     st.tuples(st.integers() | st.booleans() | st.floats(allow_nan=False), st.text()),
 )  # fmt: skip
-
-
 leaves = st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(max_size=8), st.binary(max_size=8),
     any_tensor(), any_number(), any_array(), st.complex_numbers(allow_nan=False), st.sets(keys, max_size=3),
@@ -88,8 +86,6 @@ leaves = st.one_of(
     st.builds(slice, st.none() | st.integers(), st.integers()), st.sampled_from(DTYPES),
     st.sampled_from([torch.device("cpu"), torch.device("cuda", 3)]), st.lists(st.integers(0, 9)).map(torch.Size),
 )  # fmt: skip
-
-
 states = st.recursive(
     leaves,
     lambda inner: st.one_of(

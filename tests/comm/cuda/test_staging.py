@@ -193,6 +193,9 @@ def _one_step(exchange: LoopbackExchange, kind: str, scheme: str) -> tuple[Tenso
     return got, expected, device.log, staging.stats()
 
 
+# --- the order of things
+
+
 @pytest.mark.parametrize("kind", ["dense", "sparse"])
 @pytest.mark.parametrize("scheme", ["zen", "dense", "agsparse"])
 def test_a_step_is_the_mean_and_happens_in_order(kind: str, scheme: str) -> None:
@@ -338,6 +341,9 @@ def test_an_all_reduce_in_chunks_is_one_all_reduce(size: int, dtype: torch.dtype
         if size == 1000:
             assert steps[:6] == ["download", "download", "exchange", "upload", "download", "exchange"]
         assert steps.count("download") == steps.count("upload") == steps.count("exchange")
+
+
+# --- who gets which staging
 
 
 def test_a_table_of_the_cpu_is_left_as_it_is() -> None:

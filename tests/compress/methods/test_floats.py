@@ -28,11 +28,7 @@ def test_fp8_is_wrong_by_half_of_its_last_bit(format: str, relative: float, smal
 
 
 E8M0_BIAS, BLOCK = 127, 32
-
-
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-
-
 ELEMENTS = {"e4m3": (torch.float8_e4m3fn, 8, 448.0), "e5m2": (torch.float8_e5m2, 15, 57344.0), "e2m1": (None, 2, 6.0)}
 
 

@@ -217,8 +217,6 @@ def summed(world_size: int, scheme: Any, codes_values: bool, dtype: torch.dtype,
 
 
 SCHEMES = (*NAMED.values(), TwoLevel(ZEN))
-
-
 CASES = [(scheme, 3, torch.float32) for scheme in SCHEMES]
 CASES += [(scheme, n, torch.float32) for scheme in (ZEN, COLUMN_SPLIT, SPARCML) for n in (2, 4)]
 CASES += [(scheme, 3, dtype) for scheme in (ZEN, UNION_SPLIT) for dtype in DTYPES[1:]]

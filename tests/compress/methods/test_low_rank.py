@@ -21,11 +21,7 @@ from thinwire.compress.wrappers import summable_code
 from thinwire.errors import CorruptMessageError
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
-
-
 SHAPES = ((0,), (), (7,), (0, 5), (5, 0), (1023,), (37, 53), (64, 3, 5, 5), (53, 1), (1, 53))
-
-
 every_summed = pytest.mark.parametrize("method", SUMMED, ids=lambda method: method.name)
 
 
@@ -312,6 +308,9 @@ def test_orthonormal_rows(scale: float) -> None:
 
 def atomo_state(parameter: Parameter, rank: int = 0) -> State:
     return salted(compress.atomo(2).init(parameter), rank)
+
+
+# ATOMO
 
 
 def test_the_probabilities_of_atomo_add_up() -> None:

@@ -23,11 +23,7 @@ from thinwire.gradients.compressed import ChannelPeers
 from thinwire.sums.named import ZEN
 
 MATRICES = (Parameter("a.weight", (33, 17)), Parameter("b.weight", (5, 3)), Parameter("c.weight", (1, 1)))
-
-
 SCHEME = ByScheme("zen")
-
-
 NO_CONSTRUCTORS = {"ef21", "redistribute", "warm_up", "leave_small", "error_feedback", "momentum_correction"}
 
 

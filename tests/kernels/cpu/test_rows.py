@@ -14,7 +14,6 @@ from thinwire.rows.sparse import SUPPORTED_DTYPES
 
 pytestmark = pytest.mark.usefixtures("nothing_compiles_after_warm_up")
 
-
 every_dtype = pytest.mark.parametrize("dtype", SUPPORTED_DTYPES, ids=str)
 
 

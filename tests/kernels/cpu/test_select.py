@@ -18,22 +18,13 @@ every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], i
 
 pytest.importorskip("numba")
 
-
 JIT = os.environ.get("NUMBA_DISABLE_JIT", "0") == "0"
-
-
 SIZES = (0, 1, 7, 63, 64, 65, 1023, 1025, 50_001 if JIT else 2_001)
-
-
 SPECIAL = (0.0, -0.0, 1e-45, -1e-40, 1e-38, 1.0, -1.0, 1.0000001, 3e38, math.inf, -math.inf, math.nan)
-
 
 pytestmark = pytest.mark.usefixtures("nothing_compiles_after_warm_up")
 
-
 every_size = pytest.mark.parametrize("size", SIZES)
-
-
 every_kind = pytest.mark.parametrize("kind", ["normal", "heavy", "narrow", "constant", "zero", "few", "special"])
 
 

@@ -1,4 +1,4 @@
-"""Fixtures of several files."""
+"""Each law of a kernel holds for both twins."""
 
 from __future__ import annotations
 

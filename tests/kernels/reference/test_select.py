@@ -12,7 +12,6 @@ every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], i
 
 pytest.importorskip("numba")
 
-
 pytestmark = pytest.mark.usefixtures("nothing_compiles_after_warm_up")
 
 

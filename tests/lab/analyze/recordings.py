@@ -17,8 +17,6 @@ def ids_of(*rows: int) -> Tensor:
 
 
 TABLE = Table("words", NUM_ROWS, WIDTH, "float32", "sparse")
-
-
 BIAS = Table("bias", 4, 1, "float32", "dense")
 
 

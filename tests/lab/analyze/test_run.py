@@ -78,8 +78,6 @@ for step in range(steps):
         print(*losses, file=file)
 print("ended by itself")
 """
-
-
 HELPER = """
 import torch
 

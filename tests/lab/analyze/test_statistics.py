@@ -20,7 +20,6 @@ from thinwire.sums.named import NAMED
 
 pytestmark = pytest.mark.slow
 
-
 FEW = (2,)
 """World sizes to predict, where predictions are not what is tested."""
 

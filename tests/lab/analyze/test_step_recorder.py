@@ -35,8 +35,6 @@ for step in range(60):
     {attach}
     optimizer.step()
 """
-
-
 SHARDED = """
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard

@@ -6,8 +6,6 @@ from thinwire.lab.demo.compare import Comparison, VariantResult
 from thinwire.lab.demo.train import VARIANTS, TrainConfig
 
 STEPS = 5
-
-
 SECONDS = {"ddp": 2.0, "thinwire": 0.5, "ddp_sparse": 0.2, "thinwire_sparse": 0.1}
 
 

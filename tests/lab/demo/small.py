@@ -8,8 +8,6 @@ from thinwire.lab.demo.train import (
 )
 
 NUM_WORDS = 500
-
-
 CONFIG = TrainConfig(
     steps=3, batch_size=4, sequence_length=6, num_rows=500, embedding_dim=8, hidden_size=12, candidates=60
 )

@@ -13,8 +13,6 @@ from thinwire.lab.doctor.diagnosis import (
 from thinwire.plan.policy import Policy
 
 TOP_K = "top_k:density=0.01"
-
-
 POLICIES: tuple[Policy, ...] = (fuse.cupcake(), fuse.one_bucket())
 
 

@@ -99,17 +99,9 @@ def test_the_screen() -> None:
 
 
 LOSS = "loss +29 % (gpt, AdamW, 300 steps)"
-
-
 LOSSY = f"lossy; {LOSS}"
-
-
 PREDICTED = f"{LOSSY}; predicted"
-
-
 PARTS = "forward and the rest 30.0 ms, backward 80.0 ms, waiting for the network 362.9 ms"
-
-
 SCREEN = f"""\
 thinwire doctor: a test
 

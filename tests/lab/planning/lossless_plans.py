@@ -7,6 +7,4 @@ from thinwire import fuse
 from thinwire.plan.policy import Policy
 
 POLICIES: tuple[Policy, ...] = (fuse.cupcake(), fuse.one_bucket())
-
-
 AUTOCAST, PLAIN = dense_code(), dense_code(27.2, 27.6)

@@ -31,6 +31,9 @@ def planned(mbit: float, code: DenseCode = AUTOCAST, **changes: Any) -> Plan:
     return best_plan(measurement(mbit, dense_codes=[code], **changes), (), POLICIES)
 
 
+# --- the planner
+
+
 def test_lossless_sums_are_planned_where_they_pay_and_nothing_else_is_exact_and_as_fast() -> None:
     plan = planned(100)
     assert plan.choice.startswith(SHORT)
@@ -106,6 +109,9 @@ def test_ranks_that_crowd_their_processors_code_slower() -> None:
     assert fastest[1] > fastest[0]
 
 
+# --- files
+
+
 def test_a_measurement_with_codes_survives_its_file_and_older_ones_have_none(tmp_path: Path) -> None:
     measured = measurement(dense_codes=[AUTOCAST, replace(PLAIN, dtype=torch.float64)])
     measured.save(tmp_path / "measured.json")
@@ -133,6 +139,9 @@ def diagnosed(mbit: float, code: DenseCode = AUTOCAST, **changes: Any) -> Diagno
     with_plan, dense = changes.pop("with_plan", False), changes.pop("dense", "auto")
     measured = measurement(mbit, dense_codes=[code], **changes)
     return diagnose("a test", measured, ["bf16"], POLICIES, with_plan=with_plan, dense=dense)
+
+
+# --- the doctor
 
 
 def test_the_doctor_names_the_line_and_what_it_gains() -> None:

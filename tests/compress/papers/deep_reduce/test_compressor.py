@@ -23,7 +23,6 @@ from thinwire.lab.doctor.advice import expression
 
 pytestmark = pytest.mark.slow
 
-
 VALUES: dict[str, str | Compressor] = {
     "raw": "raw",
     "lossless": "lossless",
@@ -40,6 +39,9 @@ def step_of(code: DeepReduce, parameter: Parameter, gradient: Tensor) -> tuple[P
     state = compressor.init(parameter)
     payload = compressor.compress(gradient, parameter, state)
     return payload, code.pack(payload, parameter), state["error"]
+
+
+# --- together
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -160,6 +162,9 @@ def broken(data: Tensor, generator: np.random.Generator) -> Tensor:
     return sealed(count, number, [body])
 
 
+# --- bytes that nobody sends
+
+
 @pytest.mark.parametrize("values", VALUES)
 @pytest.mark.parametrize("index", [*EXACT, *BLOOM])
 def test_broken_bytes_are_refused_or_decode_to_something(index: str, values: str) -> None:
@@ -181,6 +186,9 @@ def test_broken_bytes_are_refused_or_decode_to_something(index: str, values: str
     for size in (0, 8, HEADER_BYTES, HEADER_BYTES + 8, data.numel() - 8):
         with pytest.raises(CorruptMessageError):
             code.unpack(data[:size].clone(), parameter)
+
+
+# --- names and wrong arguments
 
 
 def test_names_say_all_settings() -> None:

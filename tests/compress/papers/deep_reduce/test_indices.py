@@ -46,6 +46,9 @@ SETS = {
 }
 
 
+# --- codes of ids
+
+
 @pytest.mark.parametrize(
     ("name", "ids"),
     [(name, ids) for name in EXACT for ids in SETS if ids != "far apart" or name not in ("bitmap", "auto")],
@@ -120,6 +123,9 @@ def test_auto_takes_the_fewest_bytes_by_formula() -> None:
         assert Auto().num_bytes(count, size) == best.num_bytes(count, size)
         taken.add(best.name)
     assert taken >= {"elias_fano", "huffman"}
+
+
+# --- Bloom filters
 
 
 @pytest.mark.parametrize("ids", [name for name, (_, size) in SETS.items() if size < 1 << 30])

@@ -28,8 +28,6 @@ def coded(code: Compressor, values: Tensor) -> Tensor:
 
 
 CURVES = [polynomial(), polynomial(1, 2), polynomial(0, 256), polynomial(12, 3), double_exponential()]
-
-
 SHAPES = {
     "normal": lambda n: torch.randn(n),
     "top": lambda n: top_k(0.05).select(torch.randn(20 * n).double().float(), Parameter("w", (20 * n,)), {})[1],

@@ -15,11 +15,7 @@ from thinwire.lab.bench.checkpoint.rows import (
 from thinwire.lab.bench.checkpoint.traffic import TrafficSample, timeline
 
 STATE_BYTES = 2_000_000
-
-
 RECOVERY = Recovery((0.3, 0.5, 0.4), 0.9, (0.4, 1.1, 0.7), 10e6, True)
-
-
 GAPS: dict[str, float | str] = {
     "checkpoint/idle_seconds": 0.8,
     "checkpoint/copy_seconds": 0.001,

@@ -7,8 +7,6 @@ import pytest
 from thinwire.lab.bench.jobs.job import Data, Job
 
 DENSE = ("lstm", "digits", "gpt", "bert", "vgg", "resnet")
-
-
 WITH_ROWS = ("xlmr", "dlrm", "deepfm", "nmt", "word2vec", "lstm:sampled=64", "bert:sampled=64")
 
 

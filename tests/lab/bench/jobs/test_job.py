@@ -55,8 +55,6 @@ def test_the_learning_rate_rises_falls_and_stays() -> None:
 
 
 STEPS, LEARNED = 15, 0.97
-
-
 MARGINS = {"digits": (80, 0.9), "vgg": (40, 0.97), "resnet": (25, 0.9), "dlrm": (25, 0.97)}
 """Steps of a run and the share of the first loss that the last may be, of the jobs that have others."""
 

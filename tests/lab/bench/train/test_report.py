@@ -14,8 +14,6 @@ from thinwire.lab.bench.train.summary import verdict
 from thinwire.lab.cli.main import app
 
 FUSED = "top_k:fuse=layerwise"
-
-
 CONTRACT = {
     "job", "method", "hosts", "link_mbit", "seed", "step_seconds_median", "step_seconds_p10", "step_seconds_p90",
     "backward_seconds", "encode_seconds", "wire_seconds", "decode_seconds", "exposed_seconds", "bytes_sent_max",

@@ -64,7 +64,7 @@ test-slow: kernels ## what starts programs, repeats faults or takes long, and al
 	$(PYTEST) $(REST) $(if $(SHARE),--part $(SHARE))
 
 test-integrations: $(VENV)/.integrations kernels ## train with each framework of the extra `integrations`, stock and with thinwire
-	$(SUITE) -m "integrations" -n 2 --dist loadfile tests/integrations
+	$(SUITE) -m "integrations" -n 2 --dist loadscope tests/integrations
 
 $(VENV)/.integrations: $(STAMP)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,integrations]'
@@ -77,8 +77,8 @@ $(VENV)/.integrations: $(STAMP)
 TRITONS := 3.5.1 3.9.0
 
 test-kernels: $(TRITONS:%=$(VENV)/triton-%) ## what is for GPUs, without one: compile and interpret the kernels, and run test-gpu dry
-	$(SUITE) -m "slow" -n 2 tests/aot
-	PYTHONPATH=$(lastword $^) $(SUITE) -m "slow" -n $(WORKERS) --dist worksteal tests/house/test_gpu_page.py tests/kernels/test_gpu_kernels.py
+	PYTHONPATH=$(lastword $^) $(SUITE) -m "slow" -n $(WORKERS) --dist worksteal --pairs \
+	  tests/house/test_gpu_page.py tests/aot tests/kernels/test_gpu_kernels.py
 
 $(VENV)/triton-%: $(STAMP)
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $@ triton==$*
@@ -94,7 +94,9 @@ test-jit-off: install ## the kernels as plain Python, which coverage tools can s
 
 # The oldest and the newest torch, each in an environment of its own; another Python by PYTHON=python3.13 in a fresh clone.
 TORCHES := 2.11 2.15
-OF_TORCH := $(addprefix tests/,test_all_reduce.py test_attach.py test_backend.py test_errors.py gradients attach outer comm backend reproducible sums checkpoint lab)
+# Without the holder, which loads no torch, and without the launcher and its links, which all of the others use.
+OF_TORCH := $(addprefix tests/,test_all_reduce.py test_attach.py test_backend.py test_errors.py gradients attach outer comm backend reproducible sums checkpoint lab) \
+  $(addprefix --ignore=tests/,checkpoint/holder lab/testbed)
 
 test-torches: $(TORCHES:%=test-torch-%) ## what starts ranks, on the oldest and the newest torch; TORCHES="2.12 2.13": on these
 
@@ -116,7 +118,7 @@ site: install    ## build the site into site/, failing on any warning
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 docs: site kernels ## build the site; run its notebook and its commands, made small
-	$(SUITE) -m "docs" -n 2 --dist worksteal tests/docs
+	$(SUITE) -m "docs" -n $(WORKERS) --dist worksteal tests/docs
 
 dist: install    ## build the wheel and the sdist into dist/, and check them as PyPI does
 	rm -rf dist

@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
 from itertools import combinations
+from pathlib import Path
 from typing import Any, TypeVar
 from zlib import crc32
 
@@ -31,11 +32,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--part", default="0/1", metavar="K/N", help="of the slow tests the K-th of N parts, K any number")
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Of tests that start ranks, import no file without any: they are more than half of the files."""
+    if config.option.markexpr.startswith("ranks and ") and collection_path.match("test_*.py"):
+        return "mark.ranks" not in collection_path.read_text() or None
+    return None
+
+
 @pytest.hookimpl(trylast=True)  # after all that add parameters
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Drop what ``--pairs`` leaves out before it is an item: 7,200 more of them took a quarter of a worker's start."""
     calls = metafunc._calls  # the only list of them, and no part of pytest's interface
-    if metafunc.config.option.pairs and calls:
+    option = metafunc.config.option
+    if option.pairs and calls and "not slow" not in option.markexpr:
+        calls[:] = _first(calls, [call.params for call in calls], None)
+    elif option.pairs and calls:
         is_slow = metafunc.definition.get_closest_marker("slow") is not None
         few = metafunc.definition.get_closest_marker("few")
         quick = [call for call in calls if not any(mark.name == "slow" for mark in call.marks)]

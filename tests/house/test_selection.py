@@ -118,3 +118,9 @@ def collected_by_make_test(files: set[str]) -> list[str]:
     command = [sys.executable, "-m", "pytest", "-q", "--collect-only", *shlex.split(quick), *sorted(files)]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     return ran.stdout.splitlines()
+
+
+def test_files_with_tests_that_start_ranks_say_so(request: pytest.FixtureRequest) -> None:
+    """By the mark in their own text, by which `make test-torches` finds them."""
+    files = {item.path for item in request.session.items if item.get_closest_marker("ranks")}
+    assert {file.name for file in files if "mark.ranks" not in file.read_text()} == set()

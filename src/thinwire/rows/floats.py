@@ -101,7 +101,7 @@ def decode(message: Tensor, out: Tensor) -> None:
         if not is_compiled():
             kernels.warm_up()
     values = out.detach() if out.data_ptr() % out.element_size() == 0 else torch.empty_like(out)  # else unaligned
-    if not kernels.decode_floats(message.to(out.device), values):
+    if not kernels.decode_floats(message.to(out.device) if out.is_cuda else message, values):
         raise CorruptMessageError(f"{message.numel()} bytes are no code of {out.numel()} values of {out.dtype}")
     if values.data_ptr() != out.data_ptr():
         out.detach().copy_(values)

@@ -329,8 +329,7 @@ class _Floats:
         out.copy_(total) if self.is_narrow or self.scale == 1.0 else torch.mul(total, self.scale, out=out)
 
     def _bits(self, values: Tensor) -> float:
-        is_coded = values.numel() >= self.least_values
-        return floats.bits_per_value(values) if is_coded else 8.0 * values.element_size()
+        return floats.bits_per_value(values) if values.numel() >= self.least_values else 8.0 * values.element_size()
 
     def _message_bytes(self, numel: int, bits: float) -> float:
         num_bytes = numel * self.flat.element_size()

@@ -38,7 +38,8 @@ LAYOUTS = {
 def words_of(values: Tensor) -> tuple[np.ndarray, FloatLayout]:
     """Return the words of contiguous values, which share their memory, and their layout."""
     layout = LAYOUTS[values.dtype]
-    return values.detach().reshape(-1).view(torch.uint8).numpy().view(layout.word), layout
+    known = values.view(torch.int16) if values.dtype == torch.bfloat16 else values  # to numpy
+    return known.detach().numpy().reshape(-1).view(layout.word), layout
 
 
 def encode_floats(values: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
+import thinwire
 from thinwire import compress, outer
 from thinwire.compress.named import NAMES as COMPRESSORS
 from thinwire.compress.named import split
@@ -241,8 +242,12 @@ def test_dgc_without_momentum_takes_any_optimizer() -> None:
         ("diloco:every=0", "every is 0: pass"),
         ("diloco:inner_lr=0", "inner_lr of diloco is a factor above 0 for the learning rate of the job"),
         ("diloco:longer=x", "longer of diloco is a factor above 0 for the number of steps"),
-        ("diloco:codec=zip", "codec=zip is no compressor; legal are top_k, "),
-        ("diloco:codec=dgc", "codec=dgc has momentum, and so has the outer optimizer; legal are top_k, "),
+        ("plan:fallback=false", "fallback of plan is 'false': pass True or False"),
+        ("lossles", "Did you mean 'lossless'"),
+        ("zen:rows=auto", "zen has no setting 'rows'"),
+        ("diloco:codec=zip", "unknown compressor 'zip'; legal are acp_sgd, "),
+        ("diloco:codec=dgc", "codec=dgc has momentum, and so has the outer optimizer"),
+        ("diloco:codec=momentum_correction:inner=top_k", "has momentum, and so has the outer optimizer"),
         ("diloco:codec=top_k:densty=1", "densty"),
         ("diloco:codec=top_k:values=qsgd(2)", "a setting is NAME=VALUE"),
         ("diloco:codec=top_k:decay=x", "decay of codec=top_k is a number"),
@@ -255,6 +260,36 @@ def test_dgc_without_momentum_takes_any_optimizer() -> None:
 def test_unknown_methods_and_settings(text: str, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         method_of(text, get_job("lstm"), steps=100, world_size=2)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "error_feedback:inner=top_k(density=0.01;values=qsgd(bits=4)):decay=0.9",
+        "warm_up:inner=top_k:steps=5",
+        "ef21:inner=power_sgd(rank=0.1)",
+        "threshold:value=0.1",
+        "double_exponential",
+        "Identity",
+    ],
+)
+def test_every_text_of_a_compressor_is_a_method(text: str) -> None:
+    """Plan files and ``--compress`` have the same texts."""
+    method = method_of(text, get_job("gpt"), steps=100, world_size=2)
+    assert method.compresses("fc.weight", torch.empty(64, 64))
+    assert method.optimizer_momentum == (not text.startswith("ef21")), "which has the momentum"
+    if method.optimizer_momentum:
+        assert method_of(f"diloco:codec={text}", get_job("gpt"), steps=100, world_size=2).is_plain
+
+
+def test_every_scheme_is_a_method_and_says_how_other_gradients_travel(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(thinwire, "attach", lambda *arguments: given.append(arguments))
+    for text in ("zen", "two_level:zen", "zen:dense=lossless", "thinwire:dense=native", "lossless"):
+        method_of(text, get_job("lstm"), steps=100, world_size=2).attach(None, None)  # type: ignore[arg-type]
+    assert [arguments[1:] for arguments in given] == [
+        ("zen", "auto"), ("two_level:zen", "auto"), ("zen", "lossless"), ("auto", "native"), ("auto", "lossless")
+    ]  # fmt: skip
 
 
 def test_each_compressor_without_momentum_is_a_codec() -> None:

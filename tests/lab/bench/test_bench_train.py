@@ -245,6 +245,7 @@ def test_dgc_without_momentum_takes_any_optimizer() -> None:
         ("plan:fallback=false", "fallback of plan is 'false': pass True or False"),
         ("lossles", "Did you mean 'lossless'"),
         ("zen:rows=auto", "zen has no setting 'rows'"),
+        ("zen:dense=losless", "unknown dense 'losless'; legal are native, lossless, auto. Did you mean 'lossless'"),
         ("diloco:codec=zip", "unknown compressor 'zip'; legal are acp_sgd, "),
         ("diloco:codec=dgc", "codec=dgc has momentum, and so has the outer optimizer"),
         ("diloco:codec=momentum_correction:inner=top_k", "has momentum, and so has the outer optimizer"),

@@ -20,6 +20,7 @@ from typing import Any, NoReturn, get_args
 import torch
 from torch import Tensor, nn
 
+from thinwire.compress.assign import EXACT as SUMS
 from thinwire.compress.assign import NATIVE, Dense, Rule, leave_small
 from thinwire.compress.base import Exchanged, Parameter
 from thinwire.compress.named import CONSTRUCTORS, construct, split
@@ -132,6 +133,8 @@ def method_of(text: str, job: Job | OwnJob, steps: int, world_size: int) -> Meth
         return _outer_method(name, settings)
     if name in (LOSSLESS, THINWIRE, EXACT, *SCHEMES):
         exact = settings.pop("dense", LOSSLESS if name == LOSSLESS else NATIVE if "fuse" in settings else AUTO)
+        if exact not in SUMS:
+            raise unknown("dense", str(exact), SUMS)
         dense, is_plain = grouping(settings, exact)
         _refuse(name, settings)
         rows = name if name in SCHEMES else AUTO

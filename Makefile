@@ -87,12 +87,14 @@ $(VENV)/triton-%: $(STAMP)
 test-gpu: ## what needs a GPU: its tests and times, on one page to send back; with the torch of PYTHON, without installing
 	$(PYTHON) benchmarks/gpu_page.py --output benchmarks/results/gpu.md
 
+UNCOMPILED := $(addprefix tests/kernels/,reference test_kernel_parity.py $(addprefix cpu/test_,codes.py ids.py rows.py sum.py union.py))
+
 test-jit-off: install ## the kernels as plain Python, which coverage tools can see
-	NUMBA_DISABLE_JIT=1 $(SUITE) tests/kernels/test_kernels.py tests/kernels/test_kernel_parity.py tests/kernels/test_kernel_sums.py
+	NUMBA_DISABLE_JIT=1 $(SUITE) $(UNCOMPILED)
 
 # The oldest and the newest torch, each in an environment of its own; another Python by PYTHON=python3.13 in a fresh clone.
 TORCHES := 2.11 2.15
-OF_TORCH := $(addprefix tests/,gradients attach outer comm backend reproducible sums checkpoint lab)
+OF_TORCH := $(addprefix tests/,test_all_reduce.py test_attach.py test_backend.py test_errors.py gradients attach outer comm backend reproducible sums checkpoint lab)
 
 test-torches: $(TORCHES:%=test-torch-%) ## what starts ranks, on the oldest and the newest torch; TORCHES="2.12 2.13": on these
 

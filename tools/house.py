@@ -6,8 +6,9 @@
 Lines of code have bounds that ``--keep`` cannot write: those in CONTRIBUTING.md.
 
 Measured are the files that one embedding gradient enters on its way to the wire and back (DDP, one table and one
-linear layer, two ranks, under "zen" and under "auto"), lines of each part, Python files of each folder, import circles,
-names of public classes that are defined twice, the longest functions, and the public callables with most parameters.
+linear layer, two ranks, under "zen" and under "auto"), lines of each part, Python files of each folder, modules that
+have a test file of their name (tests/gradients/test_tables.py is that of gradients/tables.py), import circles, names of
+public classes that are defined twice, the longest functions, and the public callables with most parameters.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "thinwire"
+TESTS = ROOT / "tests"
 KEPT = Path(__file__).with_suffix(".json")
 OUTSIDE = ("lab",)
 """Parts that no training imports."""
@@ -39,7 +41,7 @@ NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tok
 MOST_PARAMETERS = 8
 WARM_STEPS, TRACED_STEPS = 8, 6
 STRICT = ("files_of_a_gradient_zen", "files_of_a_gradient_auto", "largest_folder_files", "import_circles",
-          "duplicate_class_names", "longest_function_lines", "most_parameters")  # fmt: skip
+          "duplicate_class_names", "longest_function_lines", "most_parameters", "modules_without_a_test")  # fmt: skip
 """Measures that must not grow."""
 IN_NAMES = re.compile(r"(?<![a-z])(?:(?P<place>places?)|(?P<way>ways?))(?![a-z])|^_?(?P<found>found)$", re.I)
 IN_TEXT = re.compile(
@@ -95,6 +97,8 @@ def static_measures() -> dict[str, Any]:
     parameters = sorted(
         (found for name, tree in trees.items() for found in _parameters(tree, f"{name}.", True)), reverse=True
     )
+    paths = [path.relative_to(SOURCE) for path in modules.values() if path.name != "__init__.py"]
+    tested = sum((TESTS / path.parent / f"test_{path.name}").exists() for path in paths)
     found = circles(nodes)
     twice = sorted(name for name, count in classes.items() if count > 1)
     return {
@@ -106,6 +110,8 @@ def static_measures() -> dict[str, Any]:
         "lines_of_parts": dict(sorted(parts.items())),
         "files_of_folders": dict(sorted(folders.items())),
         "largest_folder_files": max(folders.values()),
+        "modules_with_a_test": f"{tested} of {len(paths)}",
+        "modules_without_a_test": len(paths) - tested,
         "import_circles": len(found),
         "circles": found,
         "duplicate_class_names": len(twice),

@@ -39,6 +39,7 @@ except ImportError:  # torch's test utilities import it, and no test of DDP uses
     sys.modules["expecttest"] = stand_in
 
 import torch
+import torch._dynamo
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -51,6 +52,7 @@ from torch.testing._internal.distributed import distributed_test
 
 import _thinwire_backend
 import thinwire
+import thinwire.outer.loop  # what attach imports, before ranks are forked: it took most of their time
 
 BACK_ENDS = ("gloo", "thinwire")
 BASE = distributed_test.DistributedTest._DistTestBase

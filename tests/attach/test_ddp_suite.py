@@ -66,14 +66,12 @@ def test_a_few_of_them_in_every_run() -> None:
 
 
 @pytest.mark.timeout(900)
-def test_all_of_them() -> None:
+@pytest.mark.parametrize("mode", DIFFERENT)
+def test_all_of_them(mode: str) -> None:
     """What fails attached runs once more without: if it fails there too, it does not run on this machine."""
-    failed = {}
-    for mode in DIFFERENT:
-        attached = outcomes(mode)
-        failed[mode] = {name: outcome for name, outcome in attached.items() if outcome != "passed"}
-        assert len(attached) - len(failed[mode]) > 60, "the tests of this torch do not run here"
-    stock = outcomes("stock", *sorted({name for names in failed.values() for name in names}))
+    attached = outcomes(mode)
+    failed = {name: outcome for name, outcome in attached.items() if outcome != "passed"}
+    assert len(attached) - len(failed) > 60, "the tests of this torch do not run here"
+    stock = outcomes("stock", *sorted(failed))
     passed = {name for name, outcome in stock.items() if outcome == "passed"}
-    for mode, different in DIFFERENT.items():
-        assert set(failed[mode]) & passed == set(different) & passed, failed[mode]
+    assert set(failed) & passed == set(DIFFERENT[mode]) & passed, failed

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import chromium
 import pytest
 
 from pages import PAGES
+from tests.browser import chromium
 from thinwire.lab.plot import MOST_LINES
 from thinwire.lab.report import Report
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
-import fcntl
-import json
 import os
 import re
 import resource
+import signal
 import subprocess
 import sys
 import threading
@@ -24,8 +24,9 @@ import torch.distributed as dist
 from torch import nn
 
 from holders import SECRET, running_holders
+from tests.checkpoint.restored import keeper, on_disk
 from thinwire.checkpoint import Checkpointer, CheckpointPolicy, Disk, Storage
-from thinwire.checkpoint.dcp.tier import PersistentTier, write_about
+from thinwire.checkpoint.dcp.tier import PersistentTier
 from thinwire.checkpoint.group import private_group, restart_hint
 from thinwire.checkpoint.holder.client import HolderClient
 from thinwire.checkpoint.holder.start import HolderOptions, KnownRun, RunMarker, start_holder, stop_holder
@@ -344,31 +345,6 @@ def test_a_lost_connection_in_a_restore_is_no_reason_to_go_back_to_the_disk(sock
 # --- the directory on a disk
 
 
-@pytest.fixture
-def alone(tmp_path: Path) -> Iterator[None]:
-    """A process group of this process."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.fixture
-def socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    monkeypatch.setenv("THINWIRE_SECRET", SECRET)
-    said = start_holder(HolderOptions(socket=str(tmp_path / "h"), memory_budget="20MB", drain_seconds=0.0))
-    yield said["socket"]
-    with HolderClient.connect(said["socket"], SECRET.encode()) as client:
-        stop_holder(client)
-
-
-def keeper(socket: str, directory: Path, every: float | str = "1d", run: str = "run") -> Checkpointer:
-    return Checkpointer(nn.Linear(9, 9), storage=Storage(run, 1, Disk(directory, every), socket))
-
-
-def on_disk(directory: Path) -> list[int]:
-    return sorted(int(path.name.removeprefix("step-")) for path in directory.glob("step-????????"))
-
-
 @pytest.mark.usefixtures("alone")
 def test_a_checkpoint_that_was_about_to_be_replaced_when_the_job_was_killed_is_there(
     socket: str, tmp_path: Path
@@ -387,31 +363,12 @@ def test_a_checkpoint_that_was_about_to_be_replaced_when_the_job_was_killed_is_t
     assert on_disk(tmp_path / "disk") == [1]
 
 
-def test_a_relative_socket_is_where_it_was_when_it_was_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    storage = Storage(holder_socket="h")
-    monkeypatch.chdir("/")
-    assert storage.holder_socket == tmp_path / "h"
-
-
 def step_until(checkpointer: Checkpointer, condition: Callable[[], Any]) -> None:
     deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline, "it did not come to be"
         checkpointer.step()
         time.sleep(0.005)
-
-
-def test_a_relative_directory_is_where_it_was_when_it_was_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Frameworks change the working directory between two lines of a script, each start to another one."""
-    monkeypatch.chdir(tmp_path)
-    disk = Disk("ckpt")
-    (tmp_path / "outputs").mkdir()
-    monkeypatch.chdir("outputs")
-    assert disk.directory == tmp_path / "ckpt"
-    assert Disk(tmp_path / "ckpt") == disk
 
 
 @pytest.mark.usefixtures("alone")
@@ -457,27 +414,6 @@ def test_the_interval_is_that_of_the_run(socket: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("alone")
-def test_the_directory_is_made_and_its_parent_is_not(socket: str, tmp_path: Path) -> None:
-    """What is not mounted looks like that, before the job begins or in the middle of it."""
-    mount = tmp_path / "mount"
-    with pytest.raises(ValueError, match=rf"no directory {mount} on .*: mount its file system, or make it"):
-        keeper(socket, mount / "run")
-    mount.mkdir()
-    with keeper(socket, mount / "run") as checkpointer:
-        checkpointer.restore()
-        checkpointer.step()
-        checkpointer.persist_now()
-        mount.rename(tmp_path / "away")
-        mount.mkdir()
-        with pytest.raises(ThinwireError, match=r"no checkpoint was saved to .*ENOENT"):
-            checkpointer.persist_now()
-        assert list(mount.iterdir()) == []
-        mount.rmdir()
-        (tmp_path / "away").rename(mount)
-        checkpointer.persist_now()
-
-
-@pytest.mark.usefixtures("alone")
 def test_a_budget_that_can_never_hold_a_version_is_refused_at_the_first_step(socket: str) -> None:
     with Checkpointer(nn.Linear(1000, 2500), storage=Storage("run", replicas=1, holder_socket=socket)) as checkpointer:
         checkpointer.restore()
@@ -503,38 +439,6 @@ def test_a_budget_that_can_never_hold_a_version_is_refused_at_the_first_step(soc
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_directory_of_another_run_is_neither_read_nor_written(socket: str, tmp_path: Path) -> None:
-    """Its weights were restored, a fresh start gave them up, and each save removed or replaced some of them."""
-    directory = tmp_path / "disk"
-    with keeper(socket, directory) as first, keeper(socket, directory, run="other") as late:
-        assert (first.restore(), late.restore()) == (None, None)
-        first.step()
-        first.persist_now()
-        late.step()
-        with pytest.raises(ThinwireError, match=r"no checkpoint was saved to .*has checkpoints of run 'run'"):
-            late.persist_now()
-    for fresh in (False, True):
-        with keeper(socket, directory, run="new") as checkpointer, pytest.raises(ValueError, match="run_id='run'"):
-            checkpointer.restore(fresh=fresh)
-    with keeper(socket, directory, run="new") as checkpointer, pytest.raises(ValueError, match="run_id='run'"):
-        checkpointer.step()
-    assert [path.name for path in directory.glob("step-*")] == ["step-00000001"]
-
-
-@pytest.mark.usefixtures("alone")
-def test_a_checkpoint_of_a_release_that_named_no_run_is_of_any(socket: str, tmp_path: Path) -> None:
-    with keeper(socket, tmp_path / "disk") as checkpointer:
-        checkpointer.restore()
-        checkpointer.step()
-        checkpointer.persist_now()
-    path = tmp_path / "disk" / "step-00000001"
-    about = json.loads((path / "thinwire.json").read_text())
-    write_about(path, {name: value for name, value in about.items() if name not in ("run", "digest")})
-    with keeper(socket, tmp_path / "disk", run="new") as checkpointer:
-        assert checkpointer.restore() == 1
-
-
-@pytest.mark.usefixtures("alone")
 def test_a_name_that_torchrun_makes_up_at_each_start_is_that_of_no_run(socket: str, tmp_path: Path) -> None:
     """A job of `torchrun --standalone` goes on from its disk, as it always did."""
     for step in range(3):
@@ -542,41 +446,6 @@ def test_a_name_that_torchrun_makes_up_at_each_start_is_that_of_no_run(socket: s
             assert checkpointer.restore() == (step or None)
             checkpointer.step()
             checkpointer.persist_now()
-
-
-@pytest.mark.usefixtures("alone")
-def test_persist_now_returns_when_it_is_there_or_says_why_not(socket: str, tmp_path: Path) -> None:
-    """And what a killed job left half-written goes, but not what another one writes."""
-    (tmp_path / "file").mkdir()
-    directory = tmp_path / "file" / "disk"
-    with keeper(socket, directory) as checkpointer:
-        (tmp_path / "file").rmdir()
-        (tmp_path / "file").write_text("")
-        with pytest.raises(ValueError, match=r"restore\(\) or step\(\) before it"):
-            checkpointer.persist_now()
-        with pytest.warns(UserWarning, match="nothing can be saved to .*ENOTDIR"):
-            assert checkpointer.restore() is None
-        checkpointer.step()
-        with pytest.raises(ThinwireError, match=r"no checkpoint was saved to .*ENOTDIR"):
-            checkpointer.persist_now()
-        assert checkpointer.stats()["checkpoint/persistent_errors"] == 1.0
-        assert "ENOTDIR" in str(checkpointer.stats()["checkpoint/persistent_error"])
-        (tmp_path / "file").unlink()
-        (directory / "step-00000007.partial").mkdir(parents=True)
-        with (directory / "run").open("a") as other:
-            fcntl.flock(other, fcntl.LOCK_EX)
-            with pytest.raises(ThinwireError, match=r"EAGAIN: .*another job writes to"):
-                checkpointer.persist_now()
-            assert (directory / "step-00000007.partial").exists()
-        checkpointer.persist_now()
-        assert [path.name for path in directory.glob("step-*")] == ["step-00000001"]
-        checkpointer.step()
-        checkpointer.persist_now()
-        checkpointer.persist_now()  # the same step once more
-        assert on_disk(directory) == [1, 2]
-    with pytest.warns(UserWarning, match="gives up its steps .*2"), keeper(socket, directory) as checkpointer:
-        assert checkpointer.restore(fresh=True) is None
-    assert sorted(path.name for path in directory.glob("step-*")) == [f"step-0000000{n}.given-up" for n in (1, 2)]
 
 
 def saves_with_a_limit(context: RankContext, socket: str, directory: str) -> list[str]:
@@ -658,18 +527,16 @@ def test_a_save_can_be_waited_for_at_any_time(tmp_path: Path, monkeypatch: pytes
     dist.destroy_process_group()
 
 
-# --- the end of a process
-
-
 _SCRIPT = """
-import os, sys, torch, torch.distributed as dist
+import json, os, sys, torch, torch.distributed as dist
 from torch import nn
 from thinwire.checkpoint import Checkpointer, Storage
-rank, ending, directory = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=2)
-def main():
+ending, directory = sys.argv[1:]
+def main(rank, attempt):
+    store = f"file://{directory}/store{attempt}"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
     model = nn.Linear(200, 200)
-    checkpointer = Checkpointer(model, storage=Storage("run", replicas=1, holder_socket=f"{directory}/h"))
+    checkpointer = Checkpointer(model, storage=Storage(f"run{attempt}", replicas=1, holder_socket=f"{directory}/h"))
     checkpointer.restore()
     for step in range(5):
         checkpointer.step()
@@ -677,30 +544,39 @@ def main():
     if ending == "exit" and rank == 1: sys.exit(3)
     if ending == "destroy": dist.destroy_process_group()
     print("ended", flush=True)
-main()
+statuses = []
+for attempt in range(3):
+    pair = []
+    for rank in (0, 1):
+        pair.append(os.fork())
+        if pair[-1] == 0:
+            main(rank, attempt)
+            sys.exit()
+    statuses += [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in pair]
+print(json.dumps(statuses))
 """
+"""Processes are forked for three trainings, one after the other: to start Python and load torch took most of the test.
+They end as any: whoever forks a process and returns from it ends Python, and all that it has loaded."""
+
+
+# --- the end of a process
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(420)  # three pairs of programs: a pair took 20 s on 2 cores with a load of 13
+@pytest.mark.timeout(420)
 @pytest.mark.parametrize("ending", ["destroy", "nothing", "raise", "exit"])
 def test_no_process_aborts_at_its_end(ending: str, socket: str, tmp_path: Path) -> None:
     """Without a close, a thread came back from Gloo after Python had gone: SIGABRT in one of six runs."""
-    for attempt in range(3):
-        (tmp_path / "store").unlink(missing_ok=True)
-        command = [sys.executable, "-c", _SCRIPT.replace('"run"', f'"run{attempt}"')]
-        processes = [
-            subprocess.Popen([*command, str(rank), ending, str(tmp_path)], stdout=subprocess.PIPE, text=True)
-            for rank in (0, 1)
-        ]
+    command = [sys.executable, "-c", _SCRIPT, ending, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
         try:
-            said = [process.communicate()[0] for process in processes]
+            *said, statuses = process.communicate()[0].splitlines()
         finally:
-            for process in processes:
-                process.kill()
-        expected = {"raise": 1, "exit": 3}.get(ending, 0)
-        assert [process.returncode for process in processes] == [0, expected]
-        assert said == ["ended\n", "ended\n" if expected == 0 else ""]
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    expected = {"raise": 1, "exit": 3}.get(ending, 0)
+    assert json.loads(statuses) == [0, expected] * 3
+    assert said == ["ended"] * (6 if expected == 0 else 3)
 
 
 def test_a_restart_that_would_hang_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:

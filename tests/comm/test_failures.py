@@ -7,10 +7,8 @@ import os
 import re
 import signal
 import socket
-import sys
 import threading
 import time
-import traceback
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
@@ -28,7 +26,7 @@ import thinwire.comm.lane as lane_module
 from thinwire.comm.channel import Subject
 from thinwire.comm.lane import LOOK_SECONDS, Lane
 from thinwire.comm.process_group import EVERYONE, Exchange, Stream
-from thinwire.errors import LostPeerError, ThinwireError, forget_locals
+from thinwire.errors import LostPeerError, ThinwireError
 from thinwire.lab.testbed.launch import RankContext, run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -177,23 +175,6 @@ def _keeps_nothing(context: RankContext) -> bool:
 
 def test_a_lane_that_waits_holds_nothing_of_its_last_job() -> None:
     assert all(outcome.value for outcome in run_ranks(_keeps_nothing, world_size=2))
-
-
-@pytest.mark.parametrize("debugged", [False, True])
-def test_locals_of_an_error_go_unless_somebody_debugs(debugged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They hold groups and gradients, and ``pdb.pm()``, of an interactive interpreter, shows them."""
-    monkeypatch.setitem(vars(sys), "ps1", ">>> ") if debugged else monkeypatch.delattr(sys, "ps1", raising=False)
-    ours: dict[str, Any] = {"__name__": "thinwire.somewhere"}
-    exec("def fail():\n    held = 3\n    raise ValueError('inner')", ours)
-    with pytest.raises(ValueError, match="inner") as caught:
-        ours["fail"]()
-    outer = RuntimeError("outer")
-    outer.__cause__ = caught.value
-    forget_locals(outer)
-    frames = [frame for frame, _ in traceback.walk_tb(caught.value.__traceback__)]
-    assert [frame.f_code.co_name for frame in frames][1:] == ["fail"]
-    assert frames[1].f_locals == ({"held": 3} if debugged else {})
-    assert "ours" in frames[0].f_locals, "those of the user stay"
 
 
 def _leaves_by_exit(context: RankContext) -> tuple[float, str]:

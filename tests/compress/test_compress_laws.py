@@ -13,13 +13,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from compressors import FEEDBACK
+from tests.compress.laws import KINDS, PARAMETER, TINY, arrived, made
 from thinwire import compress
-from thinwire.compress.base import Compressor, Memory, Parameter, Payload, State, Summable
+from thinwire.compress.base import Compressor, Parameter
 from thinwire.compress.memory import ErrorFeedback, MomentumCorrection
 from thinwire.compress.methods.sparsify import DensitySparsifier
 from thinwire.compress.papers.thresholds import SampledTopK
-from thinwire.compress.wrappers import code_of, unwrapped
-from thinwire.errors import CorruptMessageError
 
 EXACTLY, NEAR = (1.0, 1.0), (2 / 3, 4 / 3)
 SPARSIFIERS: dict[str, tuple[DensitySparsifier, tuple[float, float]]] = {
@@ -58,40 +57,10 @@ def test_as_many_are_sent_as_were_asked_for(method: str, spread: float, drift: f
         assert fewest * k <= payload.parts[-1].numel() <= most * k
 
 
-# --- gradients that no model is made for
-
-PARAMETER = Parameter("weight", (24, 32))
-TINY = 2.0**-126
-KINDS: dict[str, Callable[[torch.Generator], Tensor]] = {
-    "zeros": lambda generator: torch.zeros(768),
-    "all equal": lambda generator: torch.full((768,), -0.3),
-    "two magnitudes": lambda generator: (torch.rand(768, generator=generator) < 0.5).float() + 1.0,
-    "denormal": lambda generator: TINY * (torch.rand(768, generator=generator) - 0.5),
-    "denormal, all equal": lambda generator: torch.full((768,), 2.0**-149),
-    "few": lambda generator: torch.zeros(768).index_fill_(0, torch.randint(768, (3,), generator=generator), 2.0),
-    "an outlier": lambda generator: torch.randn(768, generator=generator).index_fill_(0, torch.tensor([99]), 1e36),
-    "all scales": lambda generator: torch.randn(768, generator=generator) * 10.0 ** torch.linspace(-44, 36, 768),
-    "normal": lambda generator: torch.randn(768, generator=generator),
-}
 gradients = st.lists(st.tuples(st.sampled_from(sorted(KINDS)), st.integers(0, 2**31)), min_size=1, max_size=4)
 
 
-def made(kind: str, seed: int) -> Tensor:
-    return KINDS[kind](torch.Generator().manual_seed(seed)).view(PARAMETER.shape)
-
-
-def arrived(compressor: Compressor, payload: Payload, state: State) -> Tensor:
-    """What a rank that is alone gets back, through the bytes where payloads have any."""
-    code, (_, inside) = code_of(compressor), unwrapped(compressor, state)
-    if isinstance(code, Summable):
-        following: Payload | None = payload
-        while following is not None:
-            payload, following = following, code.next_round(following, PARAMETER, inside)
-        mean = code.reconstruct(payload, PARAMETER, inside)
-    else:
-        mean = code.decompress(code.unpack(code.pack(payload, PARAMETER), PARAMETER), PARAMETER)
-    compressor.finish(mean, PARAMETER, state)
-    return mean
+# --- gradients that no model is made for
 
 
 @pytest.mark.parametrize("name", FEEDBACK)
@@ -127,8 +96,6 @@ def test_counts_of_any_gradient(method: str, steps: list[tuple[str, int]], densi
         assert min(fewest * k, present) <= count <= most * k
 
 
-# --- what is random is right in expectation
-
 DRAWS = 1 << 13
 UNBIASED: dict[str, tuple[Compressor, Callable[[Tensor], Tensor]]] = {
     "int8": (compress.int8(8, stochastic=True), lambda values: _step(values, 127)),
@@ -157,6 +124,9 @@ def _float_gap(values: Tensor, mantissa_bits: int, largest: float, lowest: int) 
     return below * 2.0**-mantissa_bits * step
 
 
+# --- what is random is right in expectation
+
+
 @pytest.mark.parametrize("name", UNBIASED)
 @settings(max_examples=min(40, settings.default.max_examples))
 @given(
@@ -177,22 +147,3 @@ def test_the_expectation_is_the_value(name: str, values: list[float], seed: int)
     assert bool(((drawn - exact).abs() <= gap * (1 + 1e-6)).all())
     sigma = gap * torch.sqrt((exact.abs() / gap).frac().clamp(min=1 / DRAWS) / DRAWS)
     assert bool(((drawn.mean(0) - exact).abs() <= 6 * sigma + 1e-6 * exact.abs()).all())
-
-
-# --- what is not finite
-
-BIASED = [name for name, code in FEEDBACK.items() if code_of(code).memory is not Memory.UNBIASED and name != "random_k"]
-
-
-@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
-@pytest.mark.parametrize("name", BIASED)
-def test_a_memory_that_overflowed_is_refused_or_shows(name: str, value: float) -> None:
-    """No gradient is compressed that is not finite; of a memory nobody looks, so it must not become a small number."""
-    compressor = FEEDBACK[name]
-    state = compressor.init(PARAMETER)
-    state["error"][3, 5] = value
-    try:
-        mean = arrived(compressor, compressor.compress(made("normal", 0), PARAMETER, state), state)
-    except CorruptMessageError:
-        return
-    assert not float(mean[3, 5].abs()) < torch.finfo(torch.float16).max

@@ -43,11 +43,11 @@ INSTEAD = {"train.py": "examples/ddp_sparse.py", "train.py:make": "examples/mytr
 """Files of a reader, and ours that are like them."""
 
 NOT_RUN = {
-    "thinwire holder": "it outlives the command; tests/checkpoint/holder/test_holder.py runs each of its forms",
+    "thinwire holder": "it outlives the command; tests/checkpoint/holder/test_server.py runs each of its forms",
     "torchrun": "tests/house/test_examples.py and test_checkpointer.py run the examples",
-    "--no-python": "in a job of torchrun: tests/lab/planning/test_plan_measure.py",
-    "--design-space": "minutes, also when small: tests/lab/bench/test_bench_sync.py runs it nightly",
-    "--links": "only emulated links, which need namespaces: tests/lab/demo/test_demo_report.py has several",
+    "--no-python": "in a job of torchrun: tests/lab/cli/test_plan.py",
+    "--design-space": "minutes, also when small: tests/lab/bench/test_sync.py runs it nightly",
+    "--links": "only emulated links, which need namespaces: tests/lab/cli/test_demo.py has several",
     "--version": "tests/house/test_examples.py",
     "--help": "tests/house/test_examples.py",
 }
@@ -59,10 +59,33 @@ def kind(command: Command) -> tuple[str, ...]:
     return tuple(word for word in command.words if word.startswith("--") or re.fullmatch(r"[a-z]+", word))
 
 
+def said(command: Command) -> set[tuple[str, ...]]:
+    """What a command says as it is run: for the subcommand each option with each of its values, and other words."""
+    words = small(command)
+    depth = 1 + (words[0] == "bench")
+    values: dict[str, str] = {}
+    option = ""
+    for word in words[depth:]:
+        if word.startswith("--"):
+            option, values[word] = word, ""
+        else:  # of an option that is given twice the last one counts
+            values, option = values | {option or word: word}, ""
+    own = (" ".join(words[:depth]),)
+    return {own, *((*own, name, value) for name, each in values.items() for value in each.split(","))}
+
+
 def runnable() -> list[Command]:
+    """A command of each kind, without those that say nothing but what others say."""
     found = [command for block in blocks("sh") for command in commands(block) if command.words[0] == "thinwire"]
     found = [command for command in found if not any(words in " ".join(command.words) for words in NOT_RUN)]
-    return list({kind(command): command for command in found}.values())
+    found = list({kind(command): command for command in found}.values())
+    missing = {word for command in found for word in said(command)}
+    kept = []
+    for command in sorted(found, key=lambda command: -len(said(command))):
+        if said(command) & missing:
+            missing -= said(command)
+            kept.append(command)
+    return sorted(kept, key=found.index)
 
 
 def small(command: Command) -> list[str]:
@@ -116,7 +139,7 @@ def test_a_script_runs_on_two_ranks(block: Block, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("command", runnable(), ids=str)
 def test_a_command_runs(command: Command, tmp_path: Path) -> None:
-    """Every kind of `thinwire` command in the documents, made small, on loopback."""
+    """Commands of the documents, made small, on loopback: each option, with each of its values."""
     shutil.copy(MEASURED, tmp_path / "measured.json")
     best_plan(Measurement.load(MEASURED), []).save(tmp_path / "plan.json")
     finish([sys.executable, "-m", "thinwire", *small(command)], tmp_path, seconds=280)

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from loopback import LoopbackExchange, run_ranks
+from tests.gradients.compressed import PARAMETERS
 from thinwire import compress
 from thinwire.comm.channel import Channel, Subject
-from thinwire.compress.assign import Dense, Method, assign, leave_small
+from thinwire.compress.assign import Dense, assign
 from thinwire.compress.base import Compressor, Exchanged, Identity, Parameter
 from thinwire.compress.memory import ErrorFeedback, with_memory
 from thinwire.compress.reductions.base import Stopwatch, Task
@@ -29,7 +30,6 @@ from thinwire.observe.step import ParameterRecord, ParameterRecords
 from threaded import LoopbackLane
 
 OTHERS = "all other parameters"
-PARAMETERS = (Parameter("a.weight", (40, 30)), Parameter("b.weight", (64, 33)), Parameter("b.bias", (64,)))
 
 
 @dataclass
@@ -122,10 +122,10 @@ METHODS: dict[str, Callable[[], Compressor]] = {
     "warm_up": lambda: compress.warm_up(compress.top_k(0.1), 4),
     "sidco": lambda: compress.sidco(0.05),
 }
-
-
 SUMMED_ONLY = ("power_sgd", "power_sgd, mxfp4", "acp_sgd", "ef21")
 RESUMED = [(method, "auto") for method in METHODS]
+
+
 RESUMED += [(method, "two_shot") for method in METHODS if method not in SUMMED_ONLY]
 
 
@@ -453,73 +453,6 @@ def test_states_of_something_else_are_refused() -> None:
         assert same(before, job.sync.memories.state_dict()["states"])
 
     run_ranks_without_result(2, run)
-
-
-# --- what users write as dense=
-
-
-def test_a_compressor_leaves_small_parameters_alone() -> None:
-    small = [Parameter("few", (31, 33)), Parameter("bias", (5000,)), Parameter("large", (32, 32))]
-    large = Exchanged(ErrorFeedback(compress.top_k(0.1)))
-    assert assign(compress.top_k(0.1), small) == {"few": "native", "bias": "native", "large": large}
-    bare = leave_small(compress.top_k(0.1).by("two_shot"), min_elements=0, min_dimensions=0)
-    assert assign(bare, small[:1]) == {"few": Exchanged(ErrorFeedback(compress.top_k(0.1)), "two_shot")}
-    assert leave_small(compress.top_k(0.1), rest="lossless")(small[1]) == "lossless"
-
-
-def test_a_rule_and_patterns_decide_alone() -> None:
-    def rule(parameter: Parameter) -> Method:
-        return compress.qsgd() if parameter.name == "b.bias" else "auto"
-
-    names = [parameter.name for parameter in PARAMETERS]
-    assert assign(rule, PARAMETERS) == {**dict.fromkeys(names, "auto"), "b.bias": Exchanged(compress.qsgd())}
-    patterns = {"a.*": compress.bf16(), "*.bias": "lossless", "b.*": rule}
-    found = assign(patterns, PARAMETERS)
-    assert found == {"a.weight": Exchanged(compress.bf16()), "b.weight": "auto", "b.bias": "lossless"}
-    assert assign({"a.*": compress.bf16()}, PARAMETERS)["b.bias"] == "native", "what no pattern matches"
-
-
-def test_what_cannot_be_compressed_has_the_exact_sum_of_its_pattern() -> None:
-    table = [Parameter("words.weight", (100, 8))]
-    for dense, expected in (
-        ("lossless", "lossless"),
-        ({"words.*": "lossless", "*": compress.top_k(0.1)}, "lossless"),
-        ({"*": compress.top_k(0.1)}, "native"),
-        (compress.top_k(0.1), "native"),
-        (lambda parameter: "lossless", "lossless"),
-        (lambda parameter: compress.top_k(0.1), "native"),
-        ({"*": lambda parameter: "lossless"}, "lossless"),
-        (compress.leave_small(compress.top_k(0.1), 10**9, rest="lossless"), "lossless"),
-    ):
-        assert assign(dense, PARAMETERS, table)["words.weight"] == expected
-
-
-@pytest.mark.parametrize(
-    ("how", "reason"),
-    [
-        (compress.top_k, "made by calling its constructor"),
-        ("top_k", "unknown dense 'top_k'; legal are native, lossless, auto, a compressor such as"),
-        (lambda parameter: 0.01, r"answers for parameter 'a.weight' 0.01: pass 'native'"),
-        ({"a.weight": 0.01}, r"has for 'a.weight' 0.01: pass 'native'"),
-        ({"c.*": Identity()}, "no parameter that can be compressed .* has a name like 'c.*'"),
-    ],
-)
-def test_what_is_no_compressor_is_refused(how: Any, reason: str) -> None:
-    with pytest.raises(ValueError, match=reason):
-        assign(how, PARAMETERS)
-
-
-def test_integer_parameters_are_refused() -> None:
-    with pytest.raises(ValueError, match="only floating-point gradients"):
-        assign(lambda parameter: compress.top_k(0.1), [Parameter("ids", (64, 64), torch.int64)])
-
-
-def test_an_unknown_exchange_names_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"auto, all_reduce, all_gather, two_shot, .*zen"):
-        planned(assign(lambda parameter: compress.top_k(0.1).by("all_together"), PARAMETERS), PARAMETERS, 2)
-
-
-# --- a compressor of a user
 
 
 def own_compressor() -> Compressor:

@@ -15,7 +15,6 @@ from loopback import LoopbackExchange, run_ranks
 from thinwire.comm.channel import Channel, Subject
 from thinwire.errors import CorruptMessageError
 from thinwire.gradients.parameters import FIRST_GROUP_BYTES, GROUP_BYTES, Trained, agree_on_order, plan_groups
-from thinwire.gradients.tables import LookupRows, tables_of
 
 
 def trained(sizes_kib: Sequence[int], sparse: Sequence[int] = (), halves: Sequence[int] = ()) -> list[Trained]:
@@ -86,17 +85,3 @@ def test_what_is_no_order_is_refused(order: list[int]) -> None:
 
     for outcome in run_ranks(2, run):
         assert isinstance(outcome.error, CorruptMessageError)
-
-
-def test_a_weight_that_an_output_layer_shares_is_no_table() -> None:
-    """Its gradient is dense, so it can be compressed; others of embeddings have rows."""
-    model = nn.ModuleDict(
-        {"words": nn.Embedding(600, 16), "output": nn.Linear(16, 600), "users": nn.Embedding(600, 16)}
-    )
-    users = model["users"].weight
-    assert {id(weight) for weight in tables_of(model)} == {id(model["words"].weight), id(users)}
-    model["output"].weight = model["words"].weight
-    assert [id(weight) for weight in tables_of(model)] == [id(users)]
-    assert [id(weight) for weight in LookupRows(model, compressed={id(model["words"].weight)}).parameters] == [
-        id(users)
-    ]

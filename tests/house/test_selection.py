@@ -24,7 +24,7 @@ IN_EVERY_RUN = {
     "bits of each family of schemes": [
         *(f"tests/sums/test_conformance.py::test_laws[{family}-" for family in FAMILIES),
         "tests/sums/test_two_level.py::test_sums_bits_and_bytes[",
-        "tests/sums/test_lossless_sum.py::test_the_bits_of_a_sum_in_rank_order[",
+        "tests/sums/test_lossless.py::test_the_bits_of_a_sum_in_rank_order[",
         "tests/compress/reductions/test_reductions.py::test_ranks_agree_bitwise_and_send_what_was_predicted[",
     ],
     "predicted bytes are sent bytes, and those that the interface counts": [
@@ -36,7 +36,7 @@ IN_EVERY_RUN = {
         "tests/comm/test_failures.py::test_an_exception_in_backward_of_one_rank_reaches_all[ddp-",
         "tests/comm/test_failures.py::test_an_exception_in_backward_of_one_rank_reaches_all[plain-",
         "tests/comm/test_named_failures.py::test_a_living_rank_that_fails_is_named_by_all_others_at_once",
-        "tests/sums/test_sparse_all_reduce.py::test_what_one_rank_does_wrong_every_rank_is_told[",
+        "tests/test_all_reduce.py::test_what_one_rank_does_wrong_every_rank_is_told[",
     ],
     "kill -9 of a rank": [
         "tests/comm/test_named_failures.py::test_a_rank_that_dies_is_named_by_all_others[tables-killed-",
@@ -48,8 +48,8 @@ IN_EVERY_RUN = {
         "tests/checkpoint/test_checkpointer.py::test_a_lost_host_is_restored_from_its_peer",
     ],
     "attach under DDP, FSDP2 and plain": [
-        "tests/attach/test_attach.py::test_trains_as_stock_ddp[",
-        "tests/gradients/sharded/test_fsdp_layout.py::test_an_attached_model_trains_like_one_that_is_not[",
+        "tests/test_attach.py::test_trains_as_stock_ddp[",
+        "tests/gradients/sharded/test_layout.py::test_an_attached_model_trains_like_one_that_is_not[",
         "tests/attach/test_plain_module.py::test_a_plain_module_is_synchronized_over_the_group_it_is_given[",
     ],
 }

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 pytestmark = [pytest.mark.integrations, pytest.mark.timeout(300)]
+
 Run = Callable[..., dict[str, Any]]
 
 
@@ -56,10 +57,3 @@ def test_statistics_are_those_of_inner_steps(trained: dict[str, Any]) -> None:
     assert trained["accelerate"]["stats"]["outer/inner_steps"] == 8
     assert len(trained["hf"]["bytes"]) == 8
     assert max(trained["hf"]["bytes"]) > 0
-
-
-def test_ray(python: Run) -> None:
-    found = python("tests/integrations/scripts/outer_ray.py")
-    first, second = found["whole"]
-    assert first != second
-    assert found["resumed"] == found["whole"]

@@ -11,7 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from outer_references import (
+from torch import nn
+
+import thinwire
+from tests.outer.outer_references import (
     Params,
     Regression,
     Sgd,
@@ -26,9 +29,6 @@ from outer_references import (
     sparse_loco,
     streaming_diloco,
 )
-from torch import nn
-
-import thinwire
 from thinwire import compress
 from thinwire.lab.testbed.launch import RankContext, run_ranks
 from thinwire.outer import OuterRecipe
@@ -112,8 +112,6 @@ RECIPES: dict[str, tuple[OuterRecipe, int, int, Callable[..., list[Params]]]] = 
         ),
     ),
 }
-
-
 LONG = ("local SGD", "DiLoCo without momentum", "Streaming DiLoCo")
 
 

@@ -7,7 +7,9 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from outer_references import (
+from torch import nn
+
+from tests.outer.outer_references import (
     Params,
     Regression,
     Sgd,
@@ -23,7 +25,6 @@ from outer_references import (
     streaming_diloco,
     top_k,
 )
-from torch import nn
 
 PROBLEM = Regression()
 NAMES = tuple(PROBLEM.initial())

@@ -12,9 +12,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from reproduced import JOBS, Fate, Made, alone, on_ranks, with_fates
 from torch import nn
 
+from tests.reproducible.reproduced import JOBS, Fate, Made, alone, on_ranks, with_fates
 from thinwire import reproducible
 from thinwire.errors import ThinwireError
 from thinwire.reproducible.steps import deal
@@ -73,9 +73,15 @@ def test_three_ranks_make_what_one_makes() -> None:
     assert sorted(call for made in found for call in made.calls) == sorted(one.calls), "each once"
 
 
+SIZES = (3, 8), (2, 5)
+"""Each job on two numbers of ranks, by turns: each number has three jobs."""
+
+
 @pytest.mark.ranks
-@pytest.mark.parametrize("world_size", [pytest.param(size, marks=SLOW) for size in (2, 3, 5, 8)])
-@pytest.mark.parametrize("job", JOBS)
+@pytest.mark.parametrize(
+    ("job", "world_size"),
+    [pytest.param(job, size, marks=SLOW) for at, job in enumerate(JOBS) for size in SIZES[at % len(SIZES)]],
+)
 def test_any_number_of_ranks_makes_what_one_makes(job: str, world_size: int) -> None:
     if job == "bert":
         pytest.importorskip("transformers")

@@ -11,19 +11,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from references import float_codes
+from tests.rows.kinds import SIZES, bytes_of, every_dtype, kinds
 from thinwire import kernels
 from thinwire.errors import CorruptMessageError, MissingPackageError
 from thinwire.kernels import dispatch
 from thinwire.rows import floats
 from thinwire.rows.floats import CHUNK_VALUES, bits_per_value, decode, encode
-
-DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-SIZES = (0, 1, 2, 7, 100, 1023, 1024, 1025, 4097, CHUNK_VALUES - 1, CHUNK_VALUES, CHUNK_VALUES + 1)
-every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-
-
-def bytes_of(values: Tensor) -> Tensor:
-    return values.reshape(-1).view(torch.uint8)
 
 
 def check_round_trip(values: Tensor) -> Tensor:
@@ -34,32 +27,6 @@ def check_round_trip(values: Tensor) -> Tensor:
     decode(message, out)
     assert torch.equal(bytes_of(out), bytes_of(values))
     return message
-
-
-def kinds(size: int, dtype: torch.dtype, generator: torch.Generator) -> dict[str, Tensor]:
-    """Values of every kind that the code treats in its own way."""
-    normal = torch.randn(size, generator=generator)
-    bits = torch.randint(0, 256, (size * dtype.itemsize,), dtype=torch.uint8, generator=generator).view(dtype)
-    rare = torch.rand(size, generator=generator)
-    smallest = torch.finfo(dtype).smallest_normal
-    made = {
-        "normal": normal,
-        "as a bfloat16 computation gives": normal.bfloat16(),
-        "sums of 8": sum(torch.randn(8, size, generator=generator).bfloat16().float()),
-        "some low bits": torch.where(rare < 0.02, normal, normal.bfloat16().float()),
-        "wide": normal * torch.randn(size, generator=generator).mul(20).exp2(),
-        "zeros": torch.zeros(size),
-        "negative zeros": -torch.zeros(size),
-        "one of another kind": torch.arange(size) == size // 2,
-        "mostly zeros": normal * (rare < 0.3),
-        "steps": normal.round(),
-        "sorted": normal.sort().values,
-        "constant": torch.full((size,), 1.1),
-        "nan": torch.where(rare < 0.01, float("nan"), normal),
-        "infinite": torch.where(rare < 0.01, float("-inf"), normal),
-    }
-    cast = {name: values.to(dtype) for name, values in made.items()}
-    return cast | {"random bits": bits, "subnormal": (normal.double() * smallest / 16).to(dtype)}
 
 
 @every_dtype
@@ -77,23 +44,6 @@ def test_every_bit_comes_back_of_any_size(dtype: torch.dtype, size: int, seed: i
     values = kinds(size, dtype, torch.Generator().manual_seed(seed))
     for name in sorted(values)[seed % 4 :: 4]:
         check_round_trip(values[name])
-
-
-@pytest.mark.slow
-@every_dtype
-@pytest.mark.parametrize("size", SIZES)
-def test_compiled_codes_are_those_of_the_definition(dtype: torch.dtype, size: int) -> None:
-    pytest.importorskip("numba")
-    for name, values in kinds(size, dtype, torch.Generator().manual_seed(size)).items():
-        expected, bits = float_codes.encode_floats(values), float_codes.estimate_floats(values)
-        out = torch.empty_like(values)
-        with kernels.using("numba"):
-            assert torch.equal(kernels.encode_floats(values), expected), name
-            assert bits_per_value(values) == pytest.approx(bits, rel=1e-12), name
-            decode(expected, out)
-        assert float_codes.decode_floats(expected, expected_out := torch.empty_like(values))
-        assert torch.equal(bytes_of(expected_out), bytes_of(values)), name
-        assert torch.equal(bytes_of(out), bytes_of(values)), name
 
 
 @every_dtype

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from collective import LoopbackCollectives, results, run_collectives
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from loopback import run_ranks, synchronized
+from tests.sums.collectives.collective import LoopbackCollectives, results, run_collectives
 from thinwire import schemes
 from thinwire.kernels import stack_starts
 from thinwire.rows.sparse import SUPPORTED_DTYPES, SparseRows

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from test_conformance import SCHEMES, Case, bits, check_laws, make_case, run
 from torch import Tensor
 
 from loopback import Outcome, run_ranks, synchronized
+from tests.sums.test_conformance import SCHEMES, Case, bits, check_laws, make_case, run
 from thinwire import schemes
 from thinwire.comm.channel import Draft
 from thinwire.errors import ThinwireError

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from dataclasses import FrozenInstanceError, fields, replace
-from itertools import product
 from typing import Any
 
 import pytest
 import torch
 
 from thinwire import schemes
-from thinwire.lab.bench.design_space import label, points
-from thinwire.rows.partition import BlockCyclic, Contiguous, HierarchicalHash, Permutation, core_size
+from thinwire.lab.bench.design_space import label
+from thinwire.rows.partition import BlockCyclic, Contiguous, HierarchicalHash, Permutation
 from thinwire.schemes import Aggregation, Balance, Communication, Format, Ownership, Partitioning, Scheme, Unit
-from thinwire.sums.named import name_of, resolve
-from thinwire.sums.schedules import REDUCE_SCHEDULES, ring_reduce_schedule
 
 
 @pytest.mark.parametrize(
@@ -66,34 +62,6 @@ def test_points_without_meaning_are_refused(base: Scheme, change: dict[str, Any]
         replace(base, **change)
 
 
-def test_every_combination_is_a_point_or_refused_with_a_reason_and_a_way_out() -> None:
-    """The reason comes before a colon, and what to do instead behind it."""
-    legal, reasons = set(), set()
-    for values in product(
-        Communication, Aggregation, Partitioning, (None, *Balance), (None, *Ownership), Unit, (None, *Communication)
-    ):
-        *dimensions, unit, pull_communication = values
-        dense = (Format.DENSE,)
-        push = dense if values[0] is Communication.NATIVE else tuple(Format)
-        pull = dense if dimensions[-1] in (Ownership.COLUMNS, Ownership.UNION) else push
-        try:
-            legal.add(Scheme(*dimensions, push, pull, unit=unit, pull_communication=pull_communication))
-        except ValueError as error:
-            reasons.add(str(error))
-    assert legal == set(points())
-    assert len(reasons) >= 12
-    for reason in reasons:
-        assert re.fullmatch(r"[^:;]{15,}[:;] .{8,}", reason), reason
-
-
-def test_points_are_in_a_fixed_order_and_have_different_labels() -> None:
-    assert points() == points()
-    assert len({label(point) for point in points()}) == len(points())
-    assert {name for name in map(label, points()) if "/" not in name} == {"dense", "zen", "column_split", "union_split"}
-    assert label(replace(schemes.ZEN, communication="ring")) == "ring/incremental/parallelism/permutation/rows"
-    assert label(schemes.HIERARCHICAL_CENTRALIZATION) == "sparcml"
-
-
 VARIATIONS = [
     ({"servers": 3}, "/3 servers"),
     ({"dense_switch": True}, "/dense switch"),
@@ -132,26 +100,6 @@ def test_owners_are_the_first_ranks(world_size: int, core: int) -> None:
             assert torch.equal(partition.join(positions).sort().values, ids)
 
 
-@pytest.mark.parametrize("world_size", range(1, 9))
-def test_schedules_of_parts_fit_together(world_size: int) -> None:
-    """What one sends another receives; each part is summed from all ranks once, at its owner."""
-    for schedule in REDUCE_SCHEDULES.values():
-        plans = [schedule(rank, world_size) for rank in range(world_size)]
-        held = [{part: {rank} for part in range(world_size)} for rank in range(world_size)]
-        for stages in zip(*plans, strict=True):
-            for rank, stage in enumerate(stages):
-                if stage.target is not None:
-                    assert (stages[stage.target].source, stages[stage.target].receives) == (rank, stage.sends)
-            sent = [{part: held[rank].pop(part) for part in stage.sends} for rank, stage in enumerate(stages)]
-            for rank, stage in enumerate(stages):
-                for part in stage.receives:
-                    assert held[rank][part].isdisjoint(sent[stage.source][part]), "added twice"
-                    held[rank][part] |= sent[stage.source][part]
-        num_owners = world_size if schedule is ring_reduce_schedule else core_size(world_size)
-        for owner in range(num_owners):
-            assert held[owner][owner] == set(range(world_size))
-
-
 def test_text_does_for_members() -> None:
     assert Scheme("point_to_point", "incremental", "parallelism", "balanced") == schemes.ZEN
     assert replace(schemes.ZEN, ownership="hierarchical_hash").ownership is Ownership.HIERARCHICAL_HASH
@@ -180,26 +128,6 @@ def test_the_seed_reaches_the_partition() -> None:
     for ownership in (Ownership.PERMUTATION, Ownership.HIERARCHICAL_HASH):
         partition = replace(schemes.ZEN, ownership=ownership, seed=77).rows_partition(10, 2)
         assert partition.seed == 77
-
-
-def test_named_points_are_distinct_and_know_their_names() -> None:
-    aliases = {"hierarchical_centralization": "sparcml"}
-    assert len(set(schemes.NAMED.values())) == len(schemes.NAMED) - len(aliases)
-    for name, scheme in schemes.NAMED.items():
-        assert resolve(name) is scheme
-        assert resolve(scheme) is scheme
-        assert name_of(scheme) == aliases.get(name, name)
-        assert getattr(schemes, name.upper()) is scheme
-    unnamed = replace(schemes.ZEN, seed=1)
-    assert name_of(unnamed) == unnamed.describe()
-    assert resolve("auto") is None
-
-
-def test_unknown_names_list_the_legal_ones() -> None:
-    with pytest.raises(ValueError, match="unknown scheme 'zenn'") as error:
-        resolve("zenn")
-    for name in ("auto", *schemes.NAMED):
-        assert name in str(error.value)
 
 
 VARIANTS: dict[str, tuple[Scheme, Any]] = {

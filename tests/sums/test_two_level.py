@@ -13,7 +13,7 @@ from loopback import LoopbackExchange, Outcome, run_ranks, synchronized
 from references.between_hosts import between_hosts_bytes
 from thinwire import schemes
 from thinwire.comm.channel import Channel, Subject
-from thinwire.comm.hosts import Hosts, discover, ranks_of_hosts
+from thinwire.comm.hosts import Hosts
 from thinwire.errors import CorruptMessageError, LostPeerError, PeerError, ThinwireError
 from thinwire.lab.ledger import host_of_ranks, pair_bytes, sent_bytes
 from thinwire.rows.sparse import SUPPORTED_DTYPES, SparseRows
@@ -91,6 +91,8 @@ def check(rows: list[SparseRows], scheme: Scheme | TwoLevel, hosts: Hosts) -> Sp
 
 
 CASES = [(name, "uneven") for name in BETWEEN]
+
+
 CASES += [(name, hosts) for name in ("zen", "column_split", "sparcml") for hosts in HOSTS if hosts != "uneven"]
 
 
@@ -371,32 +373,3 @@ def test_inputs_are_not_changed() -> None:
     for part, (ids, values) in zip(rows, before, strict=True):
         assert torch.equal(part.ids, ids)
         assert torch.equal(part.values, values)
-
-
-def test_hosts_are_discovered_by_identity(monkeypatch: pytest.MonkeyPatch) -> None:
-    places = ["a", "b", "a", "c", "b"]
-
-    def work(exchange: LoopbackExchange) -> Hosts:
-        # one thread runs at a time, and reads the identity before it waits
-        monkeypatch.setenv("THINWIRE_HOST", places[exchange.rank])
-        return ranks_of_hosts(discover(exchange))
-
-    for outcome in run_ranks(5, work):
-        assert outcome.get() == ((0, 2), (1, 4), (3,))
-
-
-def test_processes_of_one_machine_are_on_one_host() -> None:
-    def work(exchange: LoopbackExchange) -> Hosts:
-        return ranks_of_hosts(discover(exchange))
-
-    assert [outcome.get() for outcome in run_ranks(3, work)] == [((0, 1, 2),)] * 3
-
-
-def test_discovery_that_fails_on_a_rank_fails_on_all() -> None:
-    def work(exchange: LoopbackExchange) -> Hosts:
-        if exchange.rank == 2:
-            exchange.close()
-            return ()
-        return ranks_of_hosts(discover(exchange))
-
-    assert all(isinstance(outcome.error, LostPeerError) for outcome in run_ranks(3, work)[:2])

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import pwd
+import secrets
 import shutil
-from collections.abc import Iterator
+import signal
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +16,10 @@ from typing import Any
 import pytest
 
 from holders import SECRET
+from holders_of_hosts import _alive, check, client_of, holder_process, wait_for, write
 from thinwire.checkpoint.holder import start
 from thinwire.checkpoint.holder.client import HolderClient
+from thinwire.checkpoint.holder.server import Holder
 from thinwire.checkpoint.holder.start import (
     HolderOptions,
     KnownRun,
@@ -153,3 +159,54 @@ def test_a_holder_with_another_secret_is_named_with_what_ends_it(left_behind: di
         PeerError, match=rf"an earlier start or release: thinwire holder --stop --pid {left_behind['pid']}"
     ):
         HolderClient.connect(left_behind["socket"], SECRET.encode())
+
+
+def test_the_process_starts_once_survives_its_starter_and_ends_clean(tmp_path: Path) -> None:
+    options = HolderOptions(socket=str(tmp_path / "holder.sock"), memory_budget="50MB")
+    clients: list[HolderClient] = []
+    threads = [threading.Thread(target=lambda: clients.append(ensure_holder(options))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    pids = {client.holder_status()["pid"] for client in clients}
+    assert len(clients) == 3
+    assert len(pids) == 1
+    (pid,) = pids
+    assert os.getsid(pid) == pid
+    assert (tmp_path / "holder.sock.secret").stat().st_mode & 0o777 == 0o600
+    resident = int(Path(f"/proc/{pid}/status").read_text().partition("VmRSS:")[2].split()[0])
+    assert resident < 60_000, "it must not have imported torch"
+    stop_holder(clients[0])
+    for client in clients:
+        client.close()
+    wait_for(lambda: not _alive(pid))
+    assert {path.name for path in tmp_path.iterdir()} == {f"holder.sock.{end}" for end in ("lock", "log", "secret")}
+
+
+def test_a_holder_that_cannot_start_says_why(tmp_path: Path) -> None:
+    path = str(tmp_path / "holder.sock")
+    for options, says in [
+        (HolderOptions(socket=path, memory_budget="900TiB"), "available"),
+        (HolderOptions(socket=path, bind="10.255.255.1"), "one secret"),
+        (HolderOptions(socket=str(tmp_path / "none" / "x")), "not a directory"),
+        (HolderOptions(socket=path, secret_file=str(tmp_path / "absent")), "no secret"),
+    ]:
+        with pytest.raises(ValueError, match=says):
+            start_holder(options)
+    open_file = tmp_path / "open"
+    open_file.write_text(secrets.token_hex(16))
+    open_file.chmod(0o644)
+    with pytest.raises(ValueError, match="chmod 600"):
+        start_holder(HolderOptions(socket=path, secret_file=str(open_file)))
+
+
+def test_sigterm_sends_what_is_pending_and_frees(host: Callable[..., Holder], tmp_path: Path) -> None:
+    there = host("b")
+    with holder_process(tmp_path, "a") as process, client_of(tmp_path / "a", replicas=[there.address]) as client:
+        assert write(client, 1)
+        os.kill(process["pid"], signal.SIGTERM)
+        wait_for(lambda: not _alive(process["pid"]))
+    with client_of(there, hello=False) as peer:
+        check(peer, 1)
+    assert not (tmp_path / "a").exists()

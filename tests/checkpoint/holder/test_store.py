@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from thinwire.checkpoint.holder.slots import SlotSize, SlotView, choose_slot
 from thinwire.checkpoint.holder.store import Assignment, Holding, Shard, Store
-from thinwire.checkpoint.holder.version import NONCE_BITS, Manifest, ShardId, next_attempt, start_order
+from thinwire.checkpoint.holder.version import NONCE_BITS, Manifest, ShardId
 
 SHARD = ShardId("run", "a1", 0)
 SIZE = SlotSize(100, 10)
@@ -177,17 +177,3 @@ def test_whatever_comes_late_costs_nothing_newer(slots: list[SlotView], keep: Or
         assert chosen is None or slots[chosen].order is None or slots[chosen].order >= before  # type: ignore[operator]
     elif slots[index].order is not None:
         assert slots[index].order < before  # type: ignore[operator]
-
-
-@given(st.lists(st.integers(0, (1 << 50) - 1), max_size=5), st.integers(0, (1 << NONCE_BITS) - 1))
-def test_a_new_start_is_after_all_that_were_seen(seen: list[int], nonce: int) -> None:
-    attempt = next_attempt(seen, nonce)
-    assert all(attempt >> NONCE_BITS > other >> NONCE_BITS for other in seen)
-    assert attempt % (1 << NONCE_BITS) == nonce
-    assert 0 <= attempt <= 1 << 62
-
-
-def test_two_starts_that_did_not_see_each_other_differ() -> None:
-    first, second = next_attempt([], 7), next_attempt([], 8)
-    assert first != second
-    assert start_order(first, 3) == start_order(second, 3) == (0, 3)

@@ -182,3 +182,19 @@ def test_what_fits_a_slot_asks_for_the_same_slot(num_bytes: int) -> None:
     room = room_bytes(num_bytes)
     assert room >= num_bytes
     assert room_bytes(room) == room
+
+
+def test_a_pacer_knows_when_an_offer_should_be_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = FakeClock()
+    monkeypatch.setattr(gaps, "time", clock)
+    grants: list[int] = []
+    pacer = Pacer(grants.append, every=1, watched=False)
+    assert pacer.seconds_left == 0.0
+    pacer.note_step()
+    clock.pass_by(1.0)
+    pacer.note_step()
+    pacer.offer(1_000_000, 500_000.0)
+    assert pacer.seconds_left == pytest.approx(0.8 * 15 / 16 + 2.0 / 16), "the last even grant, and sending that"
+    pacer.offer(0, 500_000.0)
+    assert pacer.seconds_left == 0.0
+    pacer.close()

@@ -4,33 +4,23 @@ from __future__ import annotations
 
 import json
 import math
-import struct
 from collections import OrderedDict
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from states import load_into
+from tests.checkpoint.state.stored import bits, is_copied, items, same, states
 from thinwire.checkpoint.state.coding import tensors_of
 from thinwire.checkpoint.state.decode import unflatten
 from thinwire.checkpoint.state.encode import StateEncoder, flatten
 from thinwire.checkpoint.state.layout import ALIGNMENT_BYTES, StateLayout, write
-from thinwire.checkpoint.state.snapshot import TrainingState
 from thinwire.errors import CorruptMessageError
-
-DTYPES = (
-    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int8, torch.uint8, torch.uint16,
-    torch.bool, torch.complex64, torch.complex128, torch.float8_e4m3fn,
-)  # fmt: skip
-
-
-class Marked(Tensor):
-    """A subclass that does not say what it is made of."""
 
 
 class Quantized(Tensor):
@@ -60,35 +50,6 @@ class Quantized(Tensor):
         return cls(codes, torch.tensor(0.5 * seed), note)
 
 
-def bits(tensor: Tensor) -> bytes:
-    return (
-        tensor.resolve_conj()
-        .clone(memory_format=torch.contiguous_format)
-        .reshape(-1)
-        .view(torch.uint8)
-        .numpy()
-        .tobytes()
-    )
-
-
-def same(left: Any, right: Any) -> bool:
-    if isinstance(left, Tensor):
-        alike = isinstance(right, Tensor) and left.dtype == right.dtype and left.shape == right.shape
-        return alike and bits(left) == bits(right)
-    if isinstance(left, (np.ndarray, np.generic)):
-        alike = type(left) is type(right) and left.dtype == right.dtype and left.shape == right.shape
-        return alike and left.tobytes() == right.tobytes()
-    if isinstance(left, complex):
-        return type(right) is complex and all(map(same, (left.real, left.imag), (right.real, right.imag)))
-    if isinstance(left, float):
-        return type(right) is float and struct.pack("d", left) == struct.pack("d", right)
-    if isinstance(left, dict):
-        return type(right) is dict and list(left) == list(right) and all(same(left[key], right[key]) for key in left)
-    if isinstance(left, (list, tuple)):
-        return type(left) is type(right) and len(left) == len(right) and all(map(same, left, right))
-    return type(left) is type(right) and left == right
-
-
 def stored(state: Any) -> tuple[StateLayout, memoryview]:
     layout, tensors = flatten(state)
     buffer = memoryview(bytearray(layout.payload_bytes))
@@ -96,89 +57,11 @@ def stored(state: Any) -> tuple[StateLayout, memoryview]:
     return StateLayout.from_bytes(layout.to_bytes()), buffer
 
 
-@st.composite
-def any_tensor(draw: st.DrawFn) -> Tensor:
-    dtype = draw(st.sampled_from(DTYPES))
-    shape = draw(st.lists(st.integers(0, 5), max_size=3))
-    count = math.prod(shape) * dtype.itemsize
-    raw = draw(st.binary(min_size=count, max_size=count))
-    if dtype == torch.bool:
-        raw = bytes(byte & 1 for byte in raw)
-    tensor = torch.frombuffer(bytearray(raw), dtype=dtype).view(shape) if count else torch.empty(shape, dtype=dtype)
-    return tensor.transpose(0, -1) if len(shape) > 1 and draw(st.booleans()) else tensor
-
-
-@st.composite
-def any_number(draw: st.DrawFn, kinds: str = "bBhHiIlLefdFD?M") -> np.generic:
-    dtype = np.dtype("M8[us]" if (kind := draw(st.sampled_from(kinds))) == "M" else kind)
-    raw = draw(st.binary(min_size=dtype.itemsize, max_size=dtype.itemsize))
-    (number,) = np.frombuffer(bytes(byte & 1 for byte in raw) if kind == "?" else raw, dtype)
-    return number
-
-
-@st.composite
-def any_array(draw: st.DrawFn) -> np.ndarray:
-    shape = draw(st.lists(st.integers(0, 4), max_size=3))
-    number = draw(any_number("bhilBHILefdFD?"))
-    array = np.full(shape, number)
-    array.flags.writeable = draw(st.booleans())
-    return array.T if draw(st.booleans()) else array[..., ::-1] if shape else array
-
-
-keys = st.one_of(
-    st.text(max_size=5), st.integers(), st.booleans(), st.none(), st.floats(allow_nan=False), any_number("bhilBHIL?"),
-    st.tuples(st.integers() | st.booleans() | st.floats(allow_nan=False), st.text()),
-)  # fmt: skip
-leaves = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(max_size=8), st.binary(max_size=8),
-    any_tensor(), any_number(), any_array(), st.complex_numbers(allow_nan=False), st.sets(keys, max_size=3),
-    st.frozensets(keys, max_size=3), st.builds(range, st.integers(), st.integers(), st.integers(1)),
-    st.builds(slice, st.none() | st.integers(), st.integers()), st.sampled_from(DTYPES),
-    st.sampled_from([torch.device("cpu"), torch.device("cuda", 3)]), st.lists(st.integers(0, 9)).map(torch.Size),
-)  # fmt: skip
-states = st.recursive(
-    leaves,
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=4),
-        st.lists(inner, max_size=4).map(tuple),
-        st.dictionaries(keys, inner, max_size=4),
-    ),
-    max_leaves=12,
-)
-
-
 @given(states)
 def test_every_state_comes_back_bit_for_bit(state: Any) -> None:
     layout, buffer = stored(state)
     assert same(state, unflatten(layout, tensors_of(layout, buffer)))
     assert all(where.offset % ALIGNMENT_BYTES == 0 for where in layout.slices)
-
-
-@settings(max_examples=min(40, settings.default.max_examples))
-@example({np.int8(0): None}, {(0, ""): None})  # keys whose comparison is an array
-@given(states, states)
-def test_an_encoder_remembers_nothing_that_is_not_so_any_more(first: Any, second: Any) -> None:
-    """Whatever it encoded before, the result is that of a new one."""
-    encoder = StateEncoder()
-    for state in (first, second, second, first):
-        again, anew = encoder.encode(state), StateEncoder().encode(state)
-        assert again.to_bytes({"a": 1}) == anew.to_bytes({"a": 1})
-        assert all(map(same, again.tensors, anew.tensors))
-        if not any(map(is_copied, items(state))):
-            assert [t.data_ptr() for t in again.tensors] == [t.data_ptr() for t in anew.tensors]
-
-
-def test_only_numbers_are_encoded_anew_while_shapes_stay() -> None:
-    encoder, weight = StateEncoder(), torch.randn(3)
-    first = encoder.encode({"weight": weight, "tied": weight, "step": 1, "random": torch.zeros(2)})
-    second = encoder.encode({"weight": weight, "tied": weight, "step": 2, "random": torch.ones(2)})
-    assert first.slices is second.slices
-    assert second.to_bytes() == StateEncoder().encode(
-        {"weight": weight, "tied": weight, "step": 2, "random": torch.ones(2)}
-    ).to_bytes()  # fmt: skip
-    for changed in ({"tied": weight.clone()}, {"weight": weight[:2]}, {"weight": weight.double()}, {"step": weight}):
-        state = {"weight": weight, "tied": weight, "step": 2, "random": torch.ones(2), **changed}
-        assert encoder.encode(state).to_bytes() == StateEncoder().encode(state).to_bytes()
 
 
 @example(np.zeros(1, np.int8)[::-1])  # contiguous for numpy, whatever the stride of a single element
@@ -191,17 +74,6 @@ def test_loading_into_an_equal_state_changes_nothing_and_allocates_no_tensor(sta
     assert same(state, loaded)
     if not any(map(is_copied, items(state))):
         assert [tensor.data_ptr() for tensor in before] == [tensor.data_ptr() for tensor in after]
-
-
-def items(state: Any) -> list[Any]:
-    inner = state.values() if isinstance(state, dict) else state if isinstance(state, (list, tuple)) else ()
-    return [state, *(item for value in inner for item in items(value))]
-
-
-def is_copied(value: Any) -> bool:
-    if not isinstance(value, np.ndarray):
-        return False
-    return not (value.flags.c_contiguous and value.flags.writeable) or min(value.strides, default=0) < 0
 
 
 @given(states)
@@ -326,52 +198,6 @@ def test_a_tensor_that_cannot_be_written_to_is_replaced_not_filled() -> None:
     assert state["expanded"].sum() == inference.sum() == 0
 
 
-class Holds(torch.nn.Module):
-    def __init__(self, buffer: Tensor) -> None:
-        super().__init__()
-        self.register_buffer("mask", buffer)
-
-
-def test_a_module_that_load_state_dict_cannot_write_to_is_refused() -> None:
-    with torch.inference_mode():
-        inference = torch.zeros(3)
-    for buffer in (torch.zeros(1).expand(3), inference):
-        assert TrainingState(torch.nn.Linear(1, 1), data=Holds(buffer.clone())).describe()
-        for name, state in (
-            ("model", TrainingState(Holds(buffer))),
-            ("data", TrainingState(torch.nn.Linear(1, 1), data=Holds(buffer))),
-        ):
-            with pytest.raises(ValueError, match=rf"{name}\.mask: load_state_dict cannot write to it"):
-                state.describe()
-
-
-def test_another_model_is_told_by_the_first_name_that_differs() -> None:
-    def model(*sizes: int, bias: bool = True) -> torch.nn.Module:
-        return torch.nn.Sequential(*(torch.nn.Linear(n, n, bias=bias and n < 9) for n in sizes))
-
-    here = TrainingState(model(2, 3))
-    for other, says in (
-        (model(2), "it has 2 tensors of the model, and this model 4; model.1.weight is new, float32 (3, 3)"),
-        (model(2, 3, 4), "it has 6 tensors of the model, and this model 4; model.2.weight is gone, float32 (4, 4)"),
-        (model(2, 5), "and this model 4; model.1.weight was float32 (5, 5) and is float32 (3, 3)"),
-        (model(2, 3).double(), "model.0.weight was float64 (2, 2) and is float32 (2, 2)"),
-    ):
-        assert says in here.difference(flatten(TrainingState(other).capture(0))[0])
-    scheduled = flatten(TrainingState(model(2, 3), data=torch.nn.Linear(1, 1)).capture(0))[0]
-    assert here.difference(scheduled) == (
-        "it has the parts model, data, step, random, and this training model, step, random"
-    )
-
-
-@pytest.mark.parametrize("levels", [101, 400, 100_000])
-def test_what_is_nested_too_deeply_is_refused_in_a_sentence(levels: int) -> None:
-    deep: Any = 5
-    for _ in range(levels):
-        deep = {"a": deep} if levels < 1000 else [deep]
-    with pytest.raises(ValueError, match="containers in one another more than 100 deep cannot be stored"):
-        flatten(deep)
-
-
 def test_what_is_nested_as_deeply_as_that_comes_back() -> None:
     deep: Any = torch.ones(1)
     for _ in range(100):
@@ -387,23 +213,6 @@ def test_a_conjugated_view_is_stored_as_its_values() -> None:
     back = unflatten(layout, tensors_of(layout, buffer))
     assert back["conjugated"].tolist() == [1 - 2j, 3 + 4j]
     assert same(state, back)
-
-
-@pytest.mark.parametrize(
-    ("state", "says"),
-    [
-        ({"a": [1, {object}]}, "a.1: a type cannot be stored; make it of dict"),
-        ({"data": {"sampler": {"position": object()}}}, r"data\.sampler\.position: a object"),
-        ({"a": np.array([None])}, "a: a numpy array of object"),
-        ({"a": np.arange(3.0, dtype=">f8")}, "a: a numpy array of >f8"),
-        ({"a": torch.ones(3).as_subclass(Marked)}, "a: a Marked cannot be stored"),
-        (torch.ones(2).to_sparse(), "torch.sparse_coo"),
-        (torch.empty(2, device="meta"), "meta"),
-    ],
-)
-def test_what_cannot_be_stored_is_named(state: Any, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        flatten(state)
 
 
 def test_a_buffer_that_is_too_small_is_refused() -> None:
@@ -451,22 +260,3 @@ def test_a_part_that_is_not_within_the_whole_is_refused(change: dict[str, Any]) 
 def test_no_text_but_a_layout_is_one(text: bytes) -> None:
     with pytest.raises(CorruptMessageError):
         StateLayout.from_bytes(text)
-
-
-@pytest.mark.parametrize(
-    "tree",
-    [
-        {"tensor": 1}, {"tensor": -1}, {"tensor": "0"}, {"float": 1}, {"bytes": "!"}, {"what": 1}, {}, 1.5,
-        {"dict": [1]},
-        {"numpy": ["|O", "00"]}, {"numpy": ["<f8", "00"]}, {"numpy": ["<i4", ""]}, {"numpy": ["<i4", "00" * 8]},
-        {"numpy": 5}, {"numpy": ["V8", "00" * 8]}, {"complex": ["0x0p0"]}, {"range": [1, 2, 0]}, {"range": ["a"]},
-        {"slice": []}, {"size": ["a"]}, {"set": [[]]}, {"set": [{"tensor": 0}]}, {"dtype": "nn"}, {"dtype": 5},
-        {"device": "moon"}, {"array": 5}, {"array": {"float": "0x0p0"}}, {"subclass": [[], []]}, {"subclass": [5, 5]},
-        {"subclass": [["os", "system", [], [], None], 5]}, {"subclass": [[5, 5, [], [], None], [["a", 1]]]},
-        {"subclass": [["os", "path", ["a"], [], None], []]},
-    ],
-)  # fmt: skip
-def test_a_tree_that_is_none_is_refused(tree: Any) -> None:
-    layout, tensors = flatten([torch.ones(3)])
-    with pytest.raises(CorruptMessageError):
-        unflatten(StateLayout(tree, layout.slices, layout.payload_bytes), tensors)

@@ -11,15 +11,12 @@ from typing import Any, cast
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.futures import Future
 
-from fake_device import FakeDevice, overlap
+from fake_device import FakeDevice
 from loopback import LoopbackExchange, run_ranks
 from thinwire.comm.channel import Channel, Subject
-from thinwire.comm.cuda.arena import Arena
 from thinwire.comm.cuda.staging import DeviceStaging, staging_for
 from thinwire.comm.lane import Lane
 from thinwire.comm.process_group import Staging
@@ -43,30 +40,6 @@ def some_table(num_rows: int, width: int, dtype: torch.dtype, rank: int, density
     dense = torch.randn(num_rows, width, generator=source).to(dtype)
     dense[torch.rand(num_rows, generator=source) >= density] = 0
     return dense
-
-
-# --- memory
-
-
-@given(st.lists(st.lists(st.integers(0, 3000), max_size=6), min_size=1, max_size=5))
-def test_an_arena_hands_nothing_out_twice_and_grows_to_what_was_asked_for(jobs: list[list[int]]) -> None:
-    made: list[int] = []
-
-    def allocate(num_bytes: int) -> Tensor:
-        made.append(num_bytes)
-        return torch.zeros(num_bytes, dtype=torch.uint8)
-
-    arena = Arena(allocate, first_bytes=256, limit_bytes=4096)
-    for job in [*jobs, jobs[-1]]:
-        arena.begin()
-        taken = [(size, arena.take(size)) for size in job]
-        rooms = [room for _, room in taken if room is not None]
-        assert all(room.numel() == size for size, room in taken if room is not None)
-        assert not any(overlap(one, other) for place, one in enumerate(rooms) for other in rooms[:place])
-        assert sum(room.numel() for room in rooms) <= arena.capacity_bytes <= 4096
-    if sum(-(-size // 64) * 64 for size in jobs[-1]) <= 4096:
-        assert len(rooms) == len(jobs[-1]), "what a job asked for is there for the next"
-    assert made == sorted(set(made)), "memory is only made anew to have more"
 
 
 @pytest.mark.parametrize("dtype", SUPPORTED_DTYPES, ids=str)
@@ -118,9 +91,6 @@ def test_the_device_sees_an_error_of_the_order() -> None:
     with pytest.raises(AssertionError, match="nobody waits"):
         device.synchronize(device.record())
     del staging
-
-
-# --- the order of things
 
 
 class FakeLane:
@@ -221,6 +191,9 @@ def _one_step(exchange: LoopbackExchange, kind: str, scheme: str) -> tuple[Tenso
     result = buckets.add(bucket).wait()  # type: ignore[arg-type]
     got = result.to_dense() if result.is_sparse else result
     return got, expected, device.log, staging.stats()
+
+
+# --- the order of things
 
 
 @pytest.mark.parametrize("kind", ["dense", "sparse"])

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 import thinwire
 from thinwire.lab.analyze.failure import ScriptFailed
-from thinwire.lab.analyze.recorder import MOST_BEFORE, Recorder, installed
+from thinwire.lab.analyze.recorder import MOST_BEFORE, Recorder, installed, nonzero_rows
 from thinwire.lab.harmless import without_attach
 
 
@@ -48,3 +49,19 @@ def test_an_fsdp1_model_is_called_by_its_name_and_not_sent_to_ddp(use_orig_param
             assert " DistributedDataParallel" not in str(error)
     finally:
         torch.distributed.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("gradient", "expected"),
+    [
+        (torch.tensor([[0.0, 0.0], [0.0, -1.0], [float("nan"), 0.0]]), [1, 2]),
+        (torch.zeros(0, 3), []),
+        (torch.tensor(2.0), [0]),
+        (torch.tensor([0.0, 3.0]), [1]),
+        (torch.sparse_coo_tensor([[3, 1, 3]], torch.zeros(3, 2), (5, 2), check_invariants=False), [1, 3]),
+        (torch.sparse_coo_tensor([[1, 0], [0, 2]], torch.ones(2), (2, 3), check_invariants=False), [2, 3]),
+    ],
+)  # fmt: skip
+def test_nonzero_rows(gradient: Tensor, expected: list[int]) -> None:
+    assert nonzero_rows(gradient).tolist() == expected

@@ -2,40 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from typer.testing import CliRunner
 
+from tests.lab.analyze.recordings import NUM_ROWS, WIDTH, ids_of
 from thinwire.lab.analyze.prediction import PREDICTED_RANKS
-from thinwire.lab.analyze.recorder import nonzero_rows
-from thinwire.lab.analyze.recording import RankRecording, Recording, Table, TableSteps, recording_of
-from thinwire.lab.analyze.report import build_report
-from thinwire.lab.analyze.run import run_script
 from thinwire.lab.analyze.statistics import densification_curve, fit_exponent, owner_load, table_statistics
-from thinwire.lab.analyze.summary import Analysis
 from thinwire.lab.bench.trace import IndexTrace
-from thinwire.lab.cli.analyze import app
 from thinwire.lab.ledger import sent_bytes
 from thinwire.rows.partition import Contiguous
 from thinwire.sums.named import NAMED
 
 pytestmark = pytest.mark.slow
 
-NUM_ROWS, WIDTH = 512, 16
 FEW = (2,)
 """World sizes to predict, where predictions are not what is tested."""
-
-
-def ids_of(*rows: int) -> Tensor:
-    return torch.tensor(rows, dtype=torch.int64)
 
 
 def random_trace(seed: int, ranks: int, steps: int, num_rows: int = NUM_ROWS) -> IndexTrace:
@@ -162,125 +148,3 @@ def test_small_tables_have_no_skewness_at_more_parts_than_rows() -> None:
 def test_one_rank_has_no_statistics_between_ranks() -> None:
     with pytest.raises(ValueError, match="at least 2 ranks"):
         table_statistics("t", IndexTrace(NUM_ROWS, WIDTH, ((ids_of(1),),)))
-
-
-@pytest.mark.parametrize(
-    ("gradient", "expected"),
-    [
-        (torch.tensor([[0.0, 0.0], [0.0, -1.0], [float("nan"), 0.0]]), [1, 2]),
-        (torch.zeros(0, 3), []),
-        (torch.tensor(2.0), [0]),
-        (torch.tensor([0.0, 3.0]), [1]),
-        (torch.sparse_coo_tensor([[3, 1, 3]], torch.zeros(3, 2), (5, 2), check_invariants=False), [1, 3]),
-        (torch.sparse_coo_tensor([[1, 0], [0, 2]], torch.ones(2), (2, 3), check_invariants=False), [2, 3]),
-    ],
-)  # fmt: skip
-def test_nonzero_rows(gradient: Tensor, expected: list[int]) -> None:
-    assert nonzero_rows(gradient).tolist() == expected
-
-
-TABLE = Table("words", NUM_ROWS, WIDTH, "float32", "sparse")
-BIAS = Table("bias", 4, 1, "float32", "dense")
-
-
-def ranks_of(steps: Sequence[int], tables: list[Table] | None = None) -> list[RankRecording]:
-    """Rank r saw so many steps; in step s it touched the rows s and 10 + r."""
-    ranks = []
-    for rank, count in enumerate(steps):
-        ids = [ids_of(step, 10 + rank) for step in range(count)]
-        words = TableSteps(tables[rank] if tables else TABLE, [2 / NUM_ROWS] * count, list(ids))
-        ranks.append((1, [words, TableSteps(BIAS, [1.0] * count, [None] * count)]))
-    return ranks
-
-
-def recorded(steps: tuple[int, ...] = (3, 3)) -> Recording:
-    return recording_of(ranks_of(steps))
-
-
-def test_a_recording_has_what_all_ranks_saw() -> None:
-    recording = recorded()
-    assert recording.tables == (TABLE, BIAS)
-    assert recording.densities["bias"].tolist() == [[1.0, 1.0]] * 3
-    assert list(recording.traces) == ["words"]
-    ids = [[ids.tolist() for ids in step] for step in recording.traces["words"].steps]
-    assert ids == [[[step, 10], [step, 11]] for step in range(3)]
-
-
-def test_steps_that_a_rank_did_not_reach_are_left_out() -> None:
-    recording = recorded((3, 2))
-    assert recording.num_steps == len(recording.traces["words"].steps) == 2
-
-
-def test_ranks_with_different_models_are_refused() -> None:
-    other = Table("words", NUM_ROWS, WIDTH + 1, "float32", "sparse")
-    with pytest.raises(ValueError, match="rank 1 synchronized other parameters"):
-        recording_of(ranks_of([1, 1], [TABLE, other]))
-
-
-def test_json_has_the_promised_fields() -> None:
-    figures = json.loads(json.dumps(Analysis.of(recorded(), "train.py", 5).to_json()))
-    assert (figures["workers"], figures["steps"], figures["steps_wanted"]) == (2, 3, 5)
-    (words,) = figures["parameters"]
-    assert words["name"] == "words"
-    assert words["density"]["mean"] == 2 / NUM_ROWS
-    assert set(words["overlap_quantiles"]) >= {"0.0", "0.5", "1.0"}
-    assert len(words["densification"]) == 2
-    assert set(words["skewness"]) == {"8", "128"}
-    assert words["contiguous"]["push_rows"] == [4.0, 0.0]
-    assert sum(words["permutation"]["push_rows"]) == 4
-    assert [one["world_size"] for one in words["predictions"]] == list(PREDICTED_RANKS)
-    assert set(words["sent_bytes"]) == set(words["predictions"][-1]["bytes"]) == set(NAMED)
-    assert words["pick"] == words["predictions"][0]["pick"]
-    assert [one["name"] for one in figures["others"]] == ["bias"]
-    assert figures["others"][0]["density_mean"] == 1
-
-
-def test_page_has_its_pictures_and_escapes_names() -> None:
-    analysis = Analysis.of(recorded(), "<b>train.py", 5)
-    page = build_report(analysis).html()
-    assert page.count("<figure") == 5
-    assert "<b>train" not in page
-    assert "ended before the 5 asked for" in page
-    for name in NAMED:
-        assert name in page
-
-
-def test_page_without_sparse_tables() -> None:
-    alike = (1, [TableSteps(BIAS, [1.0], [None])])
-    analysis = Analysis.of(recording_of([alike, alike]), "train.py", 1)
-    assert "No parameter has a sparse gradient" in build_report(analysis).html()
-    with pytest.raises(ValueError, match="no trace to record"):
-        analysis.largest_trace()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["nothing.py"], "there is no script nothing.py"),
-        (["--example", "gpt"], "unknown example 'gpt'"),
-        (["--example", "lstm-lm", "train.py"], "not both"),
-        (["--ranks", "1", "train.py"], "--ranks"),
-        (["--steps", "0", "train.py"], "--steps"),
-        (["--link", "fast"], "unknown link 'fast'"),
-        (["--link", "none"], "give --link such as"),
-        (["--latency", "50"], "unknown latency '50'"),
-        (["--latency", "0us"], "unknown latency '0us'"),
-        (["--report", "/nowhere/at/all.html", "train.py"], "not a directory"),
-    ],
-)
-def test_bad_input_is_said_with_status_2(arguments: list[str], message: str) -> None:
-    result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == 2
-    assert message in " ".join(result.output.split())
-
-
-@pytest.mark.parametrize(("option", "value"), [("workers", 1), ("steps", 0)])
-def test_run_script_refuses_what_gives_no_statistics(option: str, value: int) -> None:
-    with pytest.raises(ValueError, match="at least"):
-        run_script(Path(__file__), **{option: value})
-
-
-def test_help_has_an_example() -> None:
-    output = CliRunner().invoke(app, ["--help"]).output
-    assert "Example: thinwire analyze" in output
-    assert "--json" in output

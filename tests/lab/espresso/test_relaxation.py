@@ -7,7 +7,6 @@ from functools import cache
 from itertools import product
 
 import pytest
-from test_espresso import random_job, seconds_of
 
 from espresso.engine import iteration_seconds
 from espresso.espresso import espresso
@@ -21,6 +20,7 @@ from espresso.upper_bound import attainable_bound
 from published.cluster import Cluster
 from published.costs import CompressionCosts
 from published.models import MODELS
+from tests.lab.espresso.test_espresso import random_job, seconds_of
 from thinwire.plan.profile import Linear
 
 pytestmark = pytest.mark.slow

@@ -11,31 +11,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from typer.testing import CliRunner
 
-from loopback import run_ranks
 from measured import dense_code, measurement, table
-from thinwire import fuse
-from thinwire.comm.machine import Machine
-from thinwire.compress.base import Parameter
-from thinwire.lab.bench.jobs.named import get_job
+from tests.lab.planning.lossless_plans import AUTOCAST, PLAIN, POLICIES
 from thinwire.lab.cli.main import app
-from thinwire.lab.doctor.advice import advice_of, lines_of
 from thinwire.lab.doctor.diagnosis import Confirmed, Diagnosis, confirm, describe, diagnose, finalists
-from thinwire.lab.doctor.lossless import break_even_mbit, lossless_option
-from thinwire.lab.planning.codecs import SAMPLED_VALUES, SAMPLES, GradientSample, mean_bits, measure_codes, pieces_of
-from thinwire.lab.planning.measurement import DdpSite, Measurement
+from thinwire.lab.planning.measurement import Measurement
 from thinwire.lab.planning.planner import SHORT, best_plan, price_options, step_seconds
-from thinwire.lab.planning.ready import WARM_STEPS, StepWatch
 from thinwire.lab.planning.speeds import DenseCode
 from thinwire.plan.plan import LOSSLESS, NATIVE, STOCK, Group, Plan
-from thinwire.plan.policy import Policy
-from thinwire.tune.lossless import Code, Ranks, lossless_seconds, native_seconds
-from threaded import LoopbackLane
+from thinwire.tune.lossless import Ranks, lossless_seconds
 
-POLICIES: tuple[Policy, ...] = (fuse.cupcake(), fuse.one_bucket())
-AUTOCAST, PLAIN = dense_code(), dense_code(27.2, 27.6)
 LARGE = ((1024, 1024), (2048, 1024), (512,), (1024, 2048))
 """18.9 MB."""
 
@@ -105,27 +92,6 @@ def test_a_lossy_way_has_to_beat_the_lossless_one() -> None:
     assert best_plan(measurement(100), ("bf16",), POLICIES).choice.startswith("bf16")
 
 
-def test_gradients_without_a_code_stay_native_in_the_price() -> None:
-    measured = measurement(100, dense_codes=[AUTOCAST])
-    mixed = replace(
-        measured,
-        parameters=tuple(
-            Parameter(entry.name, entry.shape, torch.bfloat16 if place % 2 else torch.float32)
-            for place, entry in enumerate(measured.parameters)
-        ),
-    )
-    native, coded = mixed.costs(), mixed.lossless_costs()
-    for place, entry in enumerate(mixed.parameters):
-        assert (coded.wire_seconds[place] == native.wire_seconds[place]) == (entry.dtype == torch.bfloat16)
-    option = lossless_option(mixed)
-    assert option is not None
-    sizes = {True: 0, False: 0}
-    for entry in mixed.parameters:
-        sizes[entry.dtype == torch.bfloat16] += entry.numel * entry.dtype.itemsize
-    assert option.sent_bytes == pytest.approx(7 / 8 * (2 * sizes[True] + sizes[False] * 29 / 32))
-    assert lossless_option(replace(mixed, dense_codes=())) is None
-
-
 def test_the_price_of_a_bucket_is_that_of_the_decision() -> None:
     """The planner's lines add up to the seconds by which `attach` decides, for a bucket of DDP."""
     measured = measurement(1000, dense_codes=[AUTOCAST], shapes=[(2560, 2560)], alpha=1e-7, world_size=4)
@@ -169,13 +135,13 @@ def test_a_plan_says_how_it_sums_where_that_is_not_natively() -> None:
         Group(("a",), 4, dense="fast")
 
 
-# --- the doctor
-
-
 def diagnosed(mbit: float, code: DenseCode = AUTOCAST, **changes: Any) -> Diagnosis:
     with_plan, dense = changes.pop("with_plan", False), changes.pop("dense", "auto")
     measured = measurement(mbit, dense_codes=[code], **changes)
     return diagnose("a test", measured, ["bf16"], POLICIES, with_plan=with_plan, dense=dense)
+
+
+# --- the doctor
 
 
 def test_the_doctor_names_the_line_and_what_it_gains() -> None:
@@ -197,14 +163,6 @@ def test_the_doctor_names_the_line_and_what_it_gains() -> None:
     one, two = option["break_even_mbit"]
     assert two == pytest.approx(22 / 14 * one, rel=0.01), "decoding, on a core of its own"
     assert data["advice"]["lines"] == ["import thinwire", 'sync = thinwire.attach(model, dense="lossless")']
-
-
-def test_the_line_is_in_the_form_of_the_script() -> None:
-    site = DdpSite((measurement().names,), "train.py", 7, "ddp", "DDP(net)", follows_plans=True)
-    measured = replace(measurement(100, dense_codes=[AUTOCAST]), ddp=site)
-    found = diagnose("", measured, (), POLICIES, with_plan=False)
-    assert lines_of(found.advice, site)[-1] == 'sync = thinwire.attach(ddp, dense="lossless")'
-    assert "after line 7 of train.py" in describe(found)
 
 
 def test_with_tables_rows_and_lossless_sums_are_one_line() -> None:
@@ -265,19 +223,6 @@ def test_it_has_a_curve_of_its_own_and_stops_paying_somewhere() -> None:
     assert found.stops_mbit is not None
 
 
-def test_break_even_is_where_both_take_equally_long() -> None:
-    code = AUTOCAST.code
-    for cores in (1, 2):
-        mbit = break_even_mbit(1e8, Ranks(8), code, cores)
-        link = Machine(0.0, 0.0, 8e-6 / mbit, 8e-6 / mbit, *[0.0] * 7)
-        ranks = Ranks(8, 1, cores)
-        assert lossless_seconds(1e8, ranks, link, code) == pytest.approx(native_seconds(1e8, 8, link), rel=1e-6)
-    # ranks of a host push through one link what a ring sends over it once
-    assert break_even_mbit(1e8, Ranks(8, 4), code) < break_even_mbit(1e8, Ranks(8), code)
-    assert break_even_mbit(1e8, Ranks(8), replace(code, push_bits=32.0, pull_bits=32.0)) == 0.0
-    assert break_even_mbit(1e8, Ranks(8), Code(16.0, 16.0, 0.0, 0.0, 0.0, 0.0)) == pytest.approx(1e7)
-
-
 def test_the_commands_say_it_and_take_dense(tmp_path: Path) -> None:
     path, plan, figures = tmp_path / "measured.json", tmp_path / "plan.json", tmp_path / "out.json"
     measurement(100, dense_codes=[AUTOCAST]).save(path)
@@ -299,187 +244,3 @@ def test_the_commands_say_it_and_take_dense(tmp_path: Path) -> None:
         wrong = CliRunner().invoke(app, [command, "--from", str(path), "--dense", "losless"])
         assert wrong.exit_code == 2
         assert "'losless' is none of auto, native, lossless" in " ".join(wrong.output.replace("│", " ").split())
-
-
-# --- what is measured
-
-
-def model(*sizes: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
-    return {f"p{place}": torch.zeros(size, dtype=dtype) for place, size in enumerate(sizes)}
-
-
-def test_a_small_model_is_sampled_whole_in_the_order_of_backward() -> None:
-    trained = model(3, 0, 5)
-    sample = GradientSample(trained)
-    for name, tensor in trained.items():
-        sample.take(name, torch.full_like(tensor, float(name[1:])))
-    assert sample.values[torch.float32].tolist() == [2.0] * 5 + [0.0] * 3
-    assert sample.taken == 2, "nothing is taken of an empty one"
-
-
-def test_of_a_large_model_runs_are_taken_at_equal_distances() -> None:
-    chunk = SAMPLED_VALUES
-    trained = model(300 * chunk + 17, 5, chunk // 2, 3 * chunk)
-    sample = GradientSample(trained)
-    offset, flat = 0, torch.arange(sum(tensor.numel() for tensor in trained.values()), dtype=torch.float32)
-    for name in reversed(trained):
-        size = trained[name].numel()
-        sample.take(name, flat[offset : offset + size])
-        offset += size
-    values = sample.values[torch.float32]
-    assert values.numel() == SAMPLES * chunk
-    starts = values[::chunk]
-    assert starts[0] == 0
-    assert values[-1] == flat[-1]
-    assert (starts.diff() - starts.diff().mean()).abs().max() <= 1
-    for start, part in zip(starts.tolist(), values.split(chunk), strict=True):
-        assert torch.equal(part, flat[int(start) : int(start) + chunk])
-
-
-def test_what_has_no_dense_gradient_of_the_dtype_is_left_out() -> None:
-    trained = {
-        **model(4, 4),
-        "half": torch.zeros(6, dtype=torch.float16),
-        "whole": torch.zeros(2, dtype=torch.complex64),
-    }
-    sample = GradientSample(trained, left_out={"p0"})
-    sample.take("p0", torch.ones(4))
-    sample.take("half", torch.ones(6))  # in float32: not what would be sent
-    sample.take("whole", torch.ones(2, dtype=torch.complex64))
-    sample.take("p1", None)
-    sample.take("p1", torch.ones(4).to_sparse())
-    assert sample.taken == 0
-    assert {dtype: values.numel() for dtype, values in sample.values.items() if values.numel()} == {
-        torch.float16: 6,
-        torch.float32: 4,
-    }
-
-
-def test_gradients_are_sampled_while_steps_warm_up() -> None:
-    module = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
-    watch = StepWatch(module, dict(module.named_parameters()), lambda: None)
-    seen = []
-    for step in range(WARM_STEPS + 2):
-        module.zero_grad()
-        module(torch.full((1, 4), float(step + 1))).sum().backward()
-        seen.append(
-            torch.cat([entry.grad.flatten() for entry in reversed(list(module.parameters())) if entry.grad is not None])
-        )
-    watch.close()
-    assert torch.equal(watch.sample.values[torch.float32], seen[WARM_STEPS - 1])
-    assert watch.sample.taken == 4 * WARM_STEPS
-
-
-def test_gradients_that_are_synchronized_late_are_sampled_when_they_are() -> None:
-    """As under DDP with accumulation, where `take` is called in the last of so many passes alone."""
-    module = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
-    named = dict(module.named_parameters())
-    watch = StepWatch(module, named, lambda: None, samples=False)
-    seen = torch.empty(0)
-    for step in range(2 * WARM_STEPS + 2):
-        module(torch.full((1, 4), float(step + 1))).sum().backward()
-        if step in (WARM_STEPS, 2 * WARM_STEPS):
-            grads = {name: entry.grad.clone() for name, entry in named.items() if entry.grad is not None}
-            for name, gradient in grads.items():
-                watch.take(name, gradient)
-            if step == WARM_STEPS:
-                seen = torch.cat([gradient.flatten() for gradient in reversed(grads.values())])
-    watch.close()
-    assert torch.equal(watch.sample.values[torch.float32], seen), "whole, and once"
-
-
-def gradients(job: str, ranks: int, steps: int = 2) -> list[dict[str, torch.Tensor]]:
-    """The gradients of each rank in a step of a job, by name."""
-    found: list[dict[str, torch.Tensor]] = []
-    target = get_job(job)
-    data = target.load()
-    for rank in range(ranks):
-        training = replace(target.training(data, rank, ranks, seed=0), after_backward=None)  # which may clip them
-        step = training.stepper()
-        for _ in range(steps):
-            step()
-        named = training.model.named_parameters()
-        found.append({name: entry.grad.clone() for name, entry in named if entry.grad is not None})
-    return found
-
-
-def sent_bits(ranks: list[dict[str, torch.Tensor]]) -> tuple[float, float]:
-    """The bits of a value in both halves of a sum of all gradients as one bucket, all of them coded."""
-    flat = [torch.cat([gradient.flatten() for gradient in reversed(own.values())]) for own in ranks]
-    share = -(-flat[0].numel() // len(flat))
-    pushed = [mean_bits(own.split(share)) for own in flat]
-    return sum(pushed) / len(pushed), mean_bits(sum(flat).split(share))  # type: ignore[union-attr]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "job",
-    [
-        "lstm:autocast=bfloat16",
-        "gpt:autocast=bfloat16",
-        "gpt",
-        pytest.param("digits:autocast=bfloat16", marks=pytest.mark.slow),
-        pytest.param("bert:autocast=bfloat16", marks=pytest.mark.slow),
-    ],
-)
-def test_bytes_are_predicted_within_two_percent_on_gradients_of_jobs(job: str) -> None:
-    world_size = 2
-    recorded = gradients(job, world_size)
-
-    def run(exchange: Any) -> tuple[DenseCode, ...]:
-        own = recorded[exchange.rank]
-        sample = GradientSample(own)
-        for name, gradient in own.items():
-            sample.take(name, gradient)
-        return measure_codes(LoopbackLane(exchange), sample)  # type: ignore[arg-type]
-
-    (first,), (second,) = (outcome.get() for outcome in run_ranks(world_size, run))
-    assert first == second, "all ranks know the same"
-    push, pull = sent_bits(recorded)
-    values = sum(gradient.numel() for gradient in recorded[0].values())
-    sent = (world_size - 1) / world_size * values * (push + pull) / 8
-    assert first.code.sent_bytes(4 * values, world_size) == pytest.approx(sent, rel=0.02)
-    assert first.code.push_bits == pytest.approx(push, rel=0.02)
-    assert 0.0 < first.cores <= 2.1
-
-
-def test_ranks_of_which_one_took_no_gradient_measure_nothing() -> None:
-    def run(exchange: Any) -> tuple[DenseCode, ...]:
-        sample = GradientSample(model(100))
-        if exchange.rank == 0:
-            sample.take("p0", torch.randn(100))
-        return measure_codes(LoopbackLane(exchange), sample)  # type: ignore[arg-type]
-
-    assert [outcome.get() for outcome in run_ranks(2, run)] == [(), ()]
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_every_dtype_has_bits_of_its_own(dtype: torch.dtype) -> None:
-    def run(exchange: Any) -> tuple[DenseCode, ...]:
-        sample = GradientSample(model(1000, 3, dtype=dtype))
-        sample.take("p1", torch.full((3,), math.nan, dtype=dtype))
-        sample.take("p0", torch.randn(1000).to(dtype))
-        return measure_codes(LoopbackLane(exchange), sample)  # type: ignore[arg-type]
-
-    for outcome in run_ranks(3, run):
-        (found,) = outcome.get()
-        assert found.dtype == dtype
-        assert found.code.value_bits == 8 * dtype.itemsize
-        assert 0 < found.code.push_bits <= 8 * dtype.itemsize
-        assert 0 < found.code.pull_bits <= 8 * dtype.itemsize
-
-
-def test_pieces_are_those_of_ranks_or_runs() -> None:
-    assert [piece.numel() for piece in pieces_of(torch.zeros(10), 4)] == [3, 3, 3, 1]
-    assert [piece.numel() for piece in pieces_of(torch.zeros(0), 4)] == [0]
-    assert {piece.numel() for piece in pieces_of(torch.zeros(8 * SAMPLED_VALUES), 2)} == {SAMPLED_VALUES}
-
-
-def test_the_advice_of_a_way_with_a_plan_follows_the_plan() -> None:
-    measured = measurement(100, dense_codes=[AUTOCAST])
-    found = price_options(measured, (), POLICIES)
-    for way in found:
-        if way.is_lossless and not way.is_plain:
-            advice = advice_of(way, measured, found)
-            assert advice.plan is not None
-            assert {group.dense for group in advice.plan.groups} == {LOSSLESS}

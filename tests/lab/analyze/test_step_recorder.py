@@ -1,0 +1,71 @@
+"""Scripts with too few steps, or without DDP."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from thinwire.lab.analyze.failure import ScriptFailed
+from thinwire.lab.analyze.step_recorder import StepRecorder
+from thinwire.lab.analyze.steps import run_watched
+from thinwire.lab.planning.training import How
+
+
+def test_a_script_of_few_steps_says_how_many_are_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", [])  # what a script is given
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    script = tmp_path / "train.py"
+    script.write_text("print('one step')\n")
+    recorder = StepRecorder(How(steps=4))
+    recorder.num_models = 1
+    with pytest.raises(ScriptFailed, match=r"train.py ended before 7 training steps were timed: let it train longer"):
+        run_watched(recorder, script, [])
+
+
+PLAIN = """
+import torch
+model = torch.nn.Linear(4, 4)
+{sharded}
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(60):
+    model(torch.ones(2, 4)).sum().backward()
+    {attach}
+    optimizer.step()
+"""
+SHARDED = """
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+fully_shard(model, mesh=dist.init_device_mesh("cpu", (1,)))
+"""
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("attach", ["", "__import__('thinwire').attach(model)"])
+@pytest.mark.parametrize(
+    ("sharded", "says", "says_not"),
+    [
+        ("", "wrap it in torch.nn.parallel.DistributedDataParallel", "fully_shard"),
+        (SHARDED, "`thinwire.attach(model)` works with fully_shard", "DistributedDataParallel"),
+    ],
+    ids=["plain", "FSDP2"],
+)
+def test_a_script_that_trains_on_without_ddp_ends(
+    sharded: str, says: str, says_not: str, attach: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    script = tmp_path / "train.py"
+    script.write_text(PLAIN.format(sharded=sharded, attach=attach))
+    try:
+        with pytest.raises((ScriptFailed, ValueError)) as caught:
+            run_watched(StepRecorder(How(steps=4)), script, [])
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+    assert says in str(caught.value)
+    assert says_not not in str(caught.value)
+    assert "\n" not in str(caught.value)

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import get_args
 
 from thinwire.compress.assign import EXACT, Exact
-from thinwire.sums.named import AUTO, NAMED, SchemeName, resolve
+from thinwire.rows import SchemeName
+from thinwire.sums.named import AUTO, NAMED, resolve
 
 ROOT = Path(__file__).parents[2]
 HEAD = """

@@ -94,7 +94,7 @@ ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"dense": "top_k"}, r"unknown dense 'top_k'; legal are .*, a compressor such as thinwire.compress.top_k\(0.01\)"),
     ({"dense": 0.01}, "dense is 0.01: pass 'native', 'lossless', 'auto', a compressor"),
     ({"dense": compress.top_k}, "a compressor is made by calling its constructor"),
-    ({"dense": {"fc": compress.top_k(0.01)}}, "has a name like 'fc'; .* such names are 0.weight"),
+    ({"dense": {"fc": compress.top_k(0.01)}}, "rows can.* has a name like 'fc'; such names are 0.weight"),
     ({"dense": {"0.wieght": compress.top_k(0.01)}}, r"did you mean '0.weight'\?$"),
     ({"dense": {"fc": "lossless"}}, "no parameter has a name like 'fc'; such names are 0.weight, 0.bias"),
     ({"dense": {0: compress.top_k(0.01)}}, r"dense has the key 0: keys are names or patterns"),
@@ -104,7 +104,6 @@ ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"dense": {"*": plan()}}, r"for '\*' <Plan .*: pass .* policies of thinwire.fuse and plans are for all gradients"),
     ({"dense": lambda parameter: None}, "answers for parameter '0.weight' None: pass 'native'"),
     ({"dense": None}, "dense is None: pass 'native'"),
-    ({"dense": compress.top_k(0.01).by("allreduce")}, r"'allreduce'.*Did you mean 'all_reduce'\?$"),
     ({"dense": compress.top_k(0.01).by("all_reduce")}, r"leave out .by\(\)"),
     ({"dense": compress.top_k(0.01).by(3)}, "3 is no scheme"),
     ({"dense": "cupcake"}, "unknown dense 'cupcake'"),
@@ -113,6 +112,10 @@ ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"dense": plan()}, "another model: it does not know 4 of this model's parameters, such as '0.bias'"),
     ({"dense": plan(4)}, "for 4 ranks, and there are 1: make one"),
     ({"dense": compress.dgc(0.01), "optimizer": torch.optim.SGD}, "pass the optimizer of the model"),
+    ({"exclude": 3}, "exclude has 3, which is no parameter or buffer of Sequential"),
+    ({"exclude": lambda name: True}, "exclude has <function .*, which is no parameter"),
+    ({"exclude": [3]}, "exclude has 3, which"),
+    ({"exclude": "*"}, "Sequential has no parameters but those of exclude=, which leaves nothing"),
     ({"timeout": "5"}, r"timeout is '5': pass a datetime.timedelta, such as timedelta\(seconds=5\)"),
     ({"timeout": 5}, r"timedelta\(seconds=5\)"),
     ({"grad_scaler": 1}, "grad_scaler is 1: pass the torch.amp.GradScaler"),
@@ -179,6 +182,7 @@ def _one_mistake(context: RankContext, options: dict[str, Any], says: str) -> No
         ({"dense": {"*": "top_k"}}, "unknown dense 'top_k'"),
         ({"grad_scaler": 1}, "grad_scaler is 1"),
         ({"timeout": -1}, "timeout is -1"),
+        ({"exclude": 3}, "exclude has 3"),
     ],
 )
 def test_a_mistake_on_one_rank_is_heard_by_all(options: dict[str, Any], says: str) -> None:
@@ -197,6 +201,10 @@ def test_a_model_that_is_attached_already_or_inside_of_ddp() -> None:
     ddp = DistributedDataParallel(module)
     with pytest.raises(ValueError, match="attach the plain module instead"):
         thinwire.attach(ddp, dense=fuse.cupcake())
+    with pytest.raises(
+        ValueError, match=r"'module.0.\*', which is no parameter or .* of Sequential. Did you mean '0.\*'"
+    ):
+        thinwire.attach(ddp, exclude="module.0.*")
     inner = thinwire.attach(module)
     with pytest.raises(thinwire.ThinwireError, match="attach the DDP model, as in `ddp = DistributedDataParallel"):
         ddp(torch.ones(2, 64)).sum().backward()
@@ -215,7 +223,7 @@ def test_a_file_that_is_no_plan(tmp_path: Path) -> None:
     for path, says in (
         (tmp_path / "none.json", "cannot read the plan .*none.json: No such file"),
         (tmp_path, "Is a directory"),
-        (plan_file(tmp_path / "text", "hello"), "is not a plan, which is a JSON file"),
+        (plan_file(tmp_path / "text", "hello"), "is no plan, which is a JSON file"),
         (plan_file(tmp_path / "empty", "{}"), "not a plan that this thinwire reads"),
         (Path(__file__).parents[2] / "docs/lstm-100mbit.json", "is a measurement of `thinwire plan --m.*, not a plan"),
     ):
@@ -227,6 +235,7 @@ def test_a_file_that_is_no_plan(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("call", "says"),
     [
+        (lambda: compress.top_k(0.01).by("allreduce"), r"unknown exchange 'allreduce'.*Did you mean 'all_reduce'\?$"),
         (lambda: compress.top_k(1.5), r"in \(0, 1\], not 1.5"),
         (lambda: compress.top_k("1%"), r"in \(0, 1\], not '1%'"),
         (lambda: compress.error_feedback("top_k"), "'top_k' is no compressor: pass one"),

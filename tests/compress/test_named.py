@@ -117,6 +117,9 @@ def test_a_compressor_of_the_users_own_has_no_text(compressor: Compressor) -> No
         ("top_k:density=" + "-" * 99_999 + "1", "density"),
         ("top_k:values=__import__('os')", "a setting is NAME=VALUE"),
         ("__import__:name=os", "unknown compressor"),
+        ("power_sgd:warm_start=false", "power_sgd has warm_start=false: pass a number, True or False"),
+        ("dgc:nesterov=false", "nesterov=false"),
+        ("power_sgd:rank=x", "rank=x"),
     ],
 )
 def test_a_text_without_sense_is_refused(text: str, says: str) -> None:

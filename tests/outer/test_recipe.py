@@ -85,6 +85,7 @@ WRONG: list[tuple[Any, dict[str, Any], str]] = [
     (shadow_sync, {"algorithm": "esgd"}, "Did you mean 'easgd'"),
     (shadow_sync, {"algorithm": None}, "unknown algorithm"),
     (shadow_sync, {"every_seconds": -1}, "every_seconds is -1"),
+    (shadow_sync, {"every_seconds": False}, "every_seconds is False"),
     (shadow_sync, {"every_seconds": float("inf")}, "every_seconds is inf"),
     (shadow_sync, {"algorithm": "average", "lr": 0.5}, "takes the mean as it is"),
     (shadow_sync, {"algorithm": "easgd", "momentum": 0.5}, "has no momentum"),

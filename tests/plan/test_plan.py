@@ -120,8 +120,8 @@ HOSTS = schemes.TwoLevel(schemes.ZEN, hosts=((0, 1), (2, 3)))
     ("how", "says"),
     [
         (Mine(), "mine is none that the constructors of thinwire.compress make"),
-        (compress.top_k(0.1).by(HOSTS), "a plan stores names, such as all_gather or zen"),
-        (compress.top_k(0.1).by(replace(schemes.ZEN, seed=7)), "a plan stores names"),
+        (compress.top_k(0.1).by(HOSTS), "no str"),
+        (compress.top_k(0.1).by(replace(schemes.ZEN, seed=7)), r"exchange=Scheme\(.*, no str"),
         (lambda parameter: "native", "leave_small got <function"),
         ("zen", "dense='zen'; legal are native, lossless, auto"),
         (leave_small(compress.bf16(), rest=compress.top_k(0.1)), r"dense=top_k\(0.1\)"),
@@ -188,8 +188,12 @@ def test_a_plan_is_for_one_model_and_world_size() -> None:
     [
         ({"version": 2}, "version 2, and this thinwire reads version 1"),
         ({"world_size": 0}, "at least one rank"),
-        ({"predicted_seconds": -1.0}, r"predicted_seconds of the plan is -1.0, not a time"),
-        ({"dense_seconds": float("nan")}, "not a time"),
+        ({"predicted_seconds": -1.0}, r"predicted_seconds=-1.0, no float of at least 0"),
+        ({"dense_seconds": float("nan")}, "dense_seconds=nan"),
+        ({"world_size": 2.0}, "world_size=2.0, no int of at least 0"),
+        ({"world_size": True}, "world_size=True"),
+        ({"fallback": "no"}, "fallback='no', no bool: make one"),
+        ({"note": 3}, "note=3"),
         ({"groups": ()}, "no groups"),
         ({"groups": (Group(("a",), joins=True),)}, "joins the group before it, and there is none"),
         ({"groups": (Group(("a",)), Group(("b", "a")))}, "parameter 'a' is in the plan twice"),
@@ -204,15 +208,21 @@ def test_what_is_no_plan_is_refused(changes: dict[str, Any], says: str) -> None:
     ("changes", "says"),
     [
         ({"parameters": ()}, "has no parameters"),
-        ({"size_bytes": -1}, "-1 bytes"),
+        ({"size_bytes": -1}, "size_bytes=-1"),
+        ({"size_bytes": float("nan")}, "size_bytes=nan, no int of at least 0"),
         ({"parameters": "a"}, "has no parameters, but 'a'"),
-        ({"exchange": 3}, "exchange=3; a plan stores names, such as all_gather or zen"),
+        ({"parameters": ["a", 3]}, r"has no parameters, but \['a', 3\]"),
+        ({"exchange": 3}, "exchange=3, no str"),
+        ({"compressor": 3}, r"compressor=3, no str \| None"),
+        ({"compressor": "bf16", "exchange": "all_reduc"}, r"unknown exchange 'all_reduc'; .* mean 'all_reduce'\?"),
+        ({"compressor": "top_k", "exchange": "two_level:nope"}, "unknown exchange 'two_level:nope'"),
+        ({"compressor": "power_sgd:warm_start=no"}, "power_sgd has warm_start=no: pass a number, True or False"),
         ({"dense": "exact"}, "dense='exact'; legal are native, lossless, auto"),
         ({"joins": "no"}, "joins='no'"),
         ({"compressor": "top_q"}, "unknown compressor 'top_q'"),
         ({"compressor": "error_feedback:inner=top_q"}, "unknown compressor 'top_q'"),
         ({"compressor": "top_k:density=2"}, "density"),
-        ({"compressor": "bf16", "min_elements": -1}, "use limits of at least 0"),
+        ({"compressor": "bf16", "min_elements": -1}, "min_elements=-1"),
     ],
 )
 def test_what_is_no_group_is_refused(changes: dict[str, Any], says: str) -> None:
@@ -223,7 +233,9 @@ def test_what_is_no_group_is_refused(changes: dict[str, Any], says: str) -> None
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("{", "is not a plan, which is a JSON file"),
+        ("{", "is no plan, which is a JSON file"),
+        ("[" * 99_999, "is no plan, which is a JSON file"),
+        ('{"version": 1, "groups": [{"parameters": ["a"], "compressor": "bf16", "exchange": "x"}]}', "exchange 'x'"),
         ("[]", "not a plan that this thinwire reads"),
         ('{"version": 7}', "version 7, and it should be 1"),
         ('{"version": 1}', "a damaged plan"),
@@ -236,6 +248,13 @@ def test_what_is_no_file_of_a_plan_is_refused(tmp_path: Path, text: str, says: s
     with pytest.raises(ValueError, match=says) as error:
         Plan.load(path)
     assert "thinwire plan --measure --output plan.json" in str(error.value)
+    assert str(error.value).startswith(str(path)), "and it names the file"
+
+
+def test_a_file_of_an_editor_that_writes_a_byte_order_mark_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(plan_of().to_json()), encoding="utf-8-sig")
+    assert Plan.load(path) == plan_of()
 
 
 def test_a_file_that_is_not_there_is_said_to_be_missing(tmp_path: Path) -> None:

@@ -167,7 +167,7 @@ def test_texts_name_policies() -> None:
         ("", "unknown fusion policy ''; legal are layerwise, one_bucket"),
         ("bytecap", "unknown fusion policy"),
         ("byte_cap:8", "a setting is NAME=VALUE"),
-        ("byte_cap:mb=many", "a setting is a number"),
+        ("byte_cap:mb=many", "byte_cap has mb=many: pass a number"),
         ("byte_cap:size=8", "byte_cap does not take these settings"),
         ("byte_cap:mb=0", "above 0 MiB"),
         ("byte_cap:mb=8:first_mb=-1", "first_mb is -1"),

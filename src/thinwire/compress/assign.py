@@ -139,9 +139,8 @@ def _check_patterns(patterns: Patterns, parameters: Sequence[Parameter], others:
             names = [parameter.name for parameter in named]
             near = get_close_matches(pattern, names, n=1, cutoff=0.4)
             hint = f"did you mean {near[0]!r}?" if near else f"such names are {', '.join(names[:_SHOWN])}"
-            cannot = "embeddings with sparse=True cannot, nor those that FSDP2 shards by rows; "
-            which, why = ("", "") if isinstance(value, str) else (" that can be compressed", cannot)
-            raise ValueError(f"no parameter{which} has a name like {pattern!r}; {why}{hint}")
+            which = "" if isinstance(value, str) else " that can be compressed (no table that travels as rows can)"
+            raise ValueError(f"no parameter{which} has a name like {pattern!r}; {hint}")
 
 
 def _checked(value: object, where: str) -> Method:

@@ -7,16 +7,20 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
 from thinwire.compress import packing
+from thinwire.errors import unknown
+from thinwire.rows import SchemeName
 from thinwire.rows.formats import digest64
 
 State = dict[str, Any]
 """State of one parameter in one compressor: tensors, ints, floats and nested states by name. Updated in place."""
+EXCHANGES = ("auto", "all_reduce", "all_gather", "two_shot", *get_args(SchemeName)[1:])
+"""Names of exchanges; of schemes the first is "auto" too."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +139,9 @@ class Compressor(ABC):
                 name, such as "zen"; "auto" is what a compressor without ``by`` gets: the one of fewest bytes that the
                 compressor allows, but no scheme. Of a scheme that has a name the name is kept.
 
+        Raises:
+            ValueError: an unknown name.
+
         Example:
             >>> thinwire.attach(model, dense=top_k(0.01).by("two_shot"))                 # doctest: +SKIP
         """
@@ -147,6 +154,10 @@ class Exchanged:
 
     compressor: Compressor
     exchange: object = "auto"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.exchange, str) and self.exchange not in EXCHANGES:
+            raise unknown("exchange", self.exchange, [one for one in EXCHANGES if ":" not in one], ", two_level:NAME")
 
 
 class Sized(Compressor):

@@ -96,6 +96,9 @@ def made(what: str, constructors: Mapping[str, Callable[..., T]], name: str, set
     """Return what the constructor of that name makes of the settings; raise ValueError as in `parse`."""
     if name not in constructors:
         raise unknown(what, name, constructors)
+    for key, one in signature(constructors[name]).parameters.items():
+        if isinstance(settings.get(key), str) and isinstance(one.default, (int, float)):
+            raise ValueError(f"{what} {name} has {key}={settings[key]}: pass a number, True or False")
     try:
         return constructors[name](**settings)
     except TypeError as error:

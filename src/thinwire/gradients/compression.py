@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch.optim import Optimizer
 
@@ -16,10 +16,8 @@ from thinwire.compress.reductions.base import Reduction
 from thinwire.compress.reductions.by_scheme import ByScheme
 from thinwire.compress.reductions.choose import AUTO, REDUCTIONS, reduction_for
 from thinwire.compress.wrappers import Wrapper, core_of
-from thinwire.errors import unknown
 from thinwire.gradients.sharded.tables import RowShards
-from thinwire.sums.named import NAMED, name_of, resolve
-from thinwire.sums.two_level import TWO_LEVEL_PREFIX
+from thinwire.sums.named import name_of, resolve
 
 
 class GradScaler(Protocol):
@@ -123,8 +121,5 @@ def _exchange(exchange: object) -> str | Reduction:
     """Return a name of `REDUCTIONS`, "auto", or the sum by a scheme."""
     if exchange in (AUTO, *REDUCTIONS):
         return str(exchange)
-    if isinstance(exchange, str) and exchange.removeprefix(TWO_LEVEL_PREFIX) not in NAMED:
-        raise unknown("exchange", exchange, (AUTO, *REDUCTIONS, *NAMED))
-    scheme = resolve(exchange)  # type: ignore[arg-type]  # which refuses what is no scheme
-    assert scheme is not None
+    scheme: Any = resolve(exchange)  # type: ignore[arg-type]  # which refuses what is no scheme
     return ByScheme(exchange if isinstance(exchange, str) else name_of(scheme), scheme)

@@ -44,7 +44,8 @@ def left_out(model: nn.Module, chosen: str | Iterable[str | Tensor]) -> frozense
         ValueError: a name or pattern that matches nothing, a tensor of another model, or one that DDP or FSDP
             synchronizes.
     """
-    wanted = [chosen] if isinstance(chosen, (str, Tensor)) else list(() if chosen is None else chosen)
+    is_one = isinstance(chosen, (str, Tensor)) or not isinstance(chosen, Iterable | None)
+    wanted = [chosen] if is_one else list(chosen or ())
     module = module_of(model)
     parameters = nn.Module.named_parameters(module, remove_duplicate=False)  # which modules of TorchRec override
     tensors = dict([*parameters, *nn.Module.named_buffers(module, remove_duplicate=False)])
@@ -54,11 +55,11 @@ def left_out(model: nn.Module, chosen: str | Iterable[str | Tensor]) -> frozense
             id(t) for name, t in tensors.items() if t is entry or (isinstance(entry, str) and fnmatchcase(name, entry))
         }
         if not matches:
-            shown = repr(entry) if isinstance(entry, str) else f"a {type(entry).__name__} of another model"
-            known = [*tensors, *(f"{name}.*" for name, _ in model.named_modules() if name)]
+            shown = f"a {type(entry).__name__} of another model" if isinstance(entry, Tensor) else repr(entry)
+            known = [*tensors, *(f"{name}.*" for name, _ in module.named_modules() if name)]
             near = get_close_matches(entry, known, n=1, cutoff=0.4) if isinstance(entry, str) else ()
             hint = f". Did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"exclude has {shown}, which is no parameter or buffer of {type(model).__name__}{hint}")
+            raise ValueError(f"exclude has {shown}, which is no parameter or buffer of {type(module).__name__}{hint}")
         alone |= matches
     names = frozenset(name for name, tensor in tensors.items() if id(tensor) in alone)
     wrapped = names if module is not model else {name for name in names if is_dtensor(tensors[name])}
@@ -183,9 +184,8 @@ def check_parameters(model: nn.Module, excluded: Container[str] = ()) -> None:
     if is_sharded(model) and device is None:  # FSDP ignores nothing that is trained
         return
     if not named:
-        raise ValueError(
-            f"{type(model).__name__} has no parameters, so there is nothing to synchronize: pass the model"
-        )
+        why = " but those of exclude=, which leaves nothing" if excluded else ": pass the model"
+        raise ValueError(f"{type(model).__name__} has no parameters{why}")
     if device is None:
         raise ValueError(f"no parameter of {type(model).__name__} requires a gradient, so none would be synchronized")
     for name, parameter in named.items():

@@ -214,7 +214,8 @@ def shadow_sync(
         raise ValueError("algorithm='average' takes the mean as it is: leave out lr= and momentum=, or take 'bmuf'")
     if algorithm == "easgd" and momentum:
         raise ValueError("algorithm='easgd' has no momentum: leave out momentum=, or take algorithm='bmuf'")
-    seconds = _NO_PAUSE if every_seconds == 0 else every_seconds or 0.0
+    is_zero = every_seconds == 0 and every_seconds is not False
+    seconds = 0.0 if every_seconds is None else _NO_PAUSE if is_zero else every_seconds
     given = zip((lr, momentum, mix), ALGORITHMS[algorithm], strict=True)
     lr, momentum, mix = (usual if value is None else value for value, usual in given)
     return OuterRecipe("shadow_sync", algorithm, None, seconds, lr, momentum, mix=mix, min_ranks=min_ranks)

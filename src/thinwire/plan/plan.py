@@ -7,7 +7,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,23 @@ _BYTES_PER_MB = 1024 * 1024  # as DDP counts
 SHOWN = 12
 """Largest number of groups and candidates that `Plan.explain` shows; the rest of a longer list is counted."""
 _HOW = "make one with `thinwire plan --measure --output plan.json`"
+_TYPES: dict[object, Any] = {
+    "int": int,
+    "float": (int, float),
+    "str": str,
+    "bool": bool,
+    "str | None": (str, type(None)),
+}
+"""Types of fields by their annotations."""
+
+
+def _check(entry: Any, of: str) -> None:
+    """Raise ValueError for a field that is not of its type, or a number below 0: Python would go on with it."""
+    for one in fields(entry):
+        value, kind = getattr(entry, one.name), _TYPES.get(one.type, object)
+        is_number = kind in (int, (int, float))
+        if not isinstance(value, kind) or (is_number and (isinstance(value, bool) or not 0 <= value < math.inf)):
+            raise ValueError(f"{of} {one.name}={value!r}, no {one.type}{' of at least 0' * is_number}: {_HOW}")
 
 
 @dataclass(frozen=True)
@@ -68,16 +85,13 @@ class Group:
     min_dimensions: int = LeaveSmall.min_dimensions
 
     def __post_init__(self) -> None:
-        if not self.parameters or isinstance(self.parameters, str):
+        if isinstance(self.parameters, str) or {*map(type, self.parameters)} != {str}:
             raise ValueError(f"a group of a plan has no parameters, but {self.parameters!r}: {_HOW}")
         object.__setattr__(self, "parameters", tuple(self.parameters))
         of = f"the group of {self.parameters[0]!r} has"
-        if self.size_bytes < 0:
-            raise ValueError(f"{of} {self.size_bytes} bytes: {_HOW}")
-        if self.dense not in (NATIVE, LOSSLESS, AUTO) or not isinstance(self.joins, bool):
-            raise ValueError(f"{of} joins={self.joins!r} and dense={self.dense!r}; legal are native, lossless, auto")
-        if not isinstance(self.exchange, str):
-            raise ValueError(f"{of} exchange={self.exchange!r}; a plan stores names, such as all_gather or zen")
+        _check(self, of)
+        if self.dense not in (NATIVE, LOSSLESS, AUTO):
+            raise ValueError(f"{of} dense={self.dense!r}; legal are native, lossless, auto")
         self.method(Parameter("", ()))  # raises ValueError for what is unknown
 
     @classmethod
@@ -173,13 +187,12 @@ class Plan:
     def __post_init__(self) -> None:
         object.__setattr__(self, "groups", tuple(self.groups))
         object.__setattr__(self, "candidates", tuple(self.candidates))
+        for one in (self, *self.candidates):
+            _check(one, "the plan has")
         if self.version != VERSION:
             raise ValueError(f"the plan has version {self.version}, and this thinwire reads version {VERSION}: {_HOW}")
         if self.world_size < 1:
             raise ValueError(f"a plan is for at least one rank, not {self.world_size}: {_HOW}")
-        for name in ("predicted_seconds", "dense_seconds", "other_seconds"):
-            if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0.0):
-                raise ValueError(f"{name} of the plan is {getattr(self, name)}, not a time: {_HOW}")
         if not self.groups and self.choice not in (STOCK, ROWS):  # a model that has nothing but tables
             raise ValueError(f"the plan has no groups: {_HOW}")
         if self.groups and self.groups[0].joins:
@@ -263,10 +276,10 @@ class Plan:
         """Return the fields, which docs/guides/plans.md describes."""
         groups = [group.to_json() for group in self.groups]
         candidates = [asdict(candidate) for candidate in self.candidates]
-        fields = asdict(replace(self, candidates=()))
+        data = asdict(replace(self, candidates=()))
         if not self.fallback:  # earlier versions read all other plans
-            del fields["fallback"]
-        return {"version": fields.pop("version"), **fields, "groups": groups, "candidates": candidates}
+            del data["fallback"]
+        return {"version": data.pop("version"), **data, "groups": groups, "candidates": candidates}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Plan:
@@ -283,13 +296,13 @@ class Plan:
                 f"not a plan that this thinwire reads (version {version!r}, and it should be {VERSION}): {_HOW}"
             )
         try:
-            fields: dict[str, Any] = dict(data)
-            if not fields.pop("ahead", True):
+            entries: dict[str, Any] = dict(data)
+            if not entries.pop("ahead", True):
                 raise ValueError(f"the plan compresses groups as one flat tensor, which was removed: {_HOW}")
-            fields["groups"] = [Group(**group) for group in data["groups"]]
-            fields["candidates"] = [Candidate(**candidate) for candidate in data.get("candidates", ())]
-            return cls(**fields)
-        except (KeyError, TypeError, AttributeError, RecursionError) as error:
+            entries["groups"] = [Group(**group) for group in data["groups"]]
+            entries["candidates"] = [Candidate(**candidate) for candidate in data.get("candidates", ())]
+            return cls(**entries)
+        except (KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"a damaged plan ({type(error).__name__}: {error}): {_HOW}") from error
 
     def save(self, path: str | Path) -> None:
@@ -304,12 +317,12 @@ class Plan:
             ValueError: there is no such file, or it is no plan.
         """
         try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
+            return cls.from_json(json.loads(Path(path).read_bytes()))
         except OSError as error:
             raise ValueError(f"cannot read the plan {path}: {error.strerror}; {_HOW}") from error
-        except ValueError as error:  # of JSON, or of UTF-8
-            raise ValueError(f"{path} is not a plan, which is a JSON file ({error}): {_HOW}") from error
-        return cls.from_json(data)
+        except (ValueError, RecursionError) as error:  # of JSON, of UTF-8, or of a plan
+            how = "" if _HOW in str(error) else f"; {_HOW}"
+            raise ValueError(f"{path} is no plan, which is a JSON file: {error}{how}") from error
 
 
 def fingerprint(parameters: Iterable[Parameter]) -> str:

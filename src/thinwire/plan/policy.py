@@ -378,10 +378,7 @@ def parse(text: str) -> Policy:
         >>> parse("byte_cap:mb=8").name
         'byte_cap:mb=8'
     """
-    name, settings = split(text)
-    if words := [f"{key}={value}" for key, value in settings.items() if isinstance(value, str)]:
-        raise ValueError(f"{text!r}: a setting is a number or a truth value, as in byte_cap:mb=8, not {words[0]!r}")
-    return made("fusion policy", POLICIES, name, settings)
+    return made("fusion policy", POLICIES, *split(text))
 
 
 def default_policies() -> tuple[Policy, ...]:

@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 from functools import lru_cache
-from typing import Literal
 
 from thinwire.errors import unknown
+from thinwire.rows import SchemeName
 from thinwire.rows.formats import Format
 from thinwire.sums.scheme import NAMED, Aggregation, Balance, Communication, Ownership, Partitioning, Scheme, Unit
 from thinwire.sums.two_level import TWO_LEVEL_PREFIX, TwoLevel
@@ -119,20 +119,6 @@ HIERARCHICAL_CENTRALIZATION = SPARCML
 NAMED.update({name.lower(): point for name, point in list(globals().items()) if isinstance(point, Scheme)})
 
 AUTO = "auto"
-
-SchemeName = Literal[
-    "auto", "dense", "agsparse", "agsparse_coded", "sparse_ps", "balanced_parallelism", "zen", "column_split",
-    "union_split", "zen_elements", "omnireduce", "omnireduce_contiguous", "dense_ps", "dense_ring",
-    "dense_halving_doubling", "agsparse_ring", "agsparse_hierarchy", "sparcml", "sparcml_dense", "sparcml_split",
-    "sparcml_split_dense", "sparcml_coded", "hierarchical_centralization", "two_level:agsparse",
-    "two_level:agsparse_coded", "two_level:sparse_ps", "two_level:balanced_parallelism", "two_level:zen",
-    "two_level:column_split", "two_level:union_split", "two_level:zen_elements", "two_level:omnireduce",
-    "two_level:omnireduce_contiguous", "two_level:dense_ps", "two_level:dense_ring", "two_level:dense_halving_doubling",
-    "two_level:agsparse_ring", "two_level:agsparse_hierarchy", "two_level:sparcml", "two_level:sparcml_dense",
-    "two_level:sparcml_split", "two_level:sparcml_split_dense", "two_level:sparcml_coded",
-    "two_level:hierarchical_centralization",
-]  # fmt: skip
-"""The names of schemes, for type checkers and editors: those of `NAMED`, "auto", and two levels around them."""
 
 Rows = SchemeName | Scheme | TwoLevel
 """Type of the argument ``rows`` of `thinwire.attach`."""

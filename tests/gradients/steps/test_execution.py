@@ -556,11 +556,3 @@ def test_a_plan_says_what_is_compressed_and_how() -> None:
         assert planned.parameter.name == name
         assert planned.reduction.name == ("two_shot" if name in PAIRS[0] else "all_reduce")
     assert found["last.weight"].compressor == with_memory(compress.top_k(0.1)), "with error feedback"
-
-
-def test_a_plan_that_names_an_exchange_that_is_none_is_refused_when_it_is_attached() -> None:
-    parameters = [Parameter(name, tuple(entry.shape)) for name, entry in Network().named_parameters()]
-    groups = tuple(Group(names, 4, "top_k:density=0.1", "zeen") for names in PAIRS)
-    plan = Plan(2, fingerprint(parameters), groups, 1.0, 1.0)
-    with pytest.raises(ValueError, match=r"unknown exchange 'zeen'; legal are auto, all_reduce.*Did you mean 'zen'"):
-        Methods.of(plan.dense(), parameters, (), 2)

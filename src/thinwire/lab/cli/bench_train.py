@@ -34,8 +34,9 @@ def train(
     methods: str = option(
         "--methods",
         "ddp,bf16,top_k,ef_sign_sgd,power_sgd",
-        f", of: {METHODS}; or a scheme of bench sync, such as zen. Settings behind a colon: top_k:density=0.001,"
-        " plan:plan.json, diloco:every=32:codec=top_k:density=0.0156",
+        f", of: {METHODS}; or a scheme of bench sync, such as zen; or another text of a compressor, as in a plan."
+        " Settings behind a colon: top_k:density=0.001, error_feedback:inner=top_k(density=0.01):decay=0.9,"
+        " zen:dense=lossless, plan:plan.json, diloco:every=32:codec=top_k:density=0.0156",
     ),
     scale: float = option("--scale", None, ", of the parameters of a job; by default it is sized for two cores"),
     hosts: int = option("--hosts", None, ", one rank each; 8 by default"),

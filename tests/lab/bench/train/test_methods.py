@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+import thinwire
 from thinwire.compress.named import NAMES as COMPRESSORS
 from thinwire.lab.bench.jobs.named import get_job
 from thinwire.lab.bench.train.methods import (
@@ -55,8 +57,13 @@ def test_names_that_are_left_out_stay_exact() -> None:
         ("diloco:every=0", "every is 0: pass"),
         ("diloco:inner_lr=0", "inner_lr of diloco is a factor above 0 for the learning rate of the job"),
         ("diloco:longer=x", "longer of diloco is a factor above 0 for the number of steps"),
-        ("diloco:codec=zip", "codec=zip is no compressor; legal are top_k, "),
-        ("diloco:codec=dgc", "codec=dgc has momentum, and so has the outer optimizer; legal are top_k, "),
+        ("plan:fallback=false", "fallback of plan is 'false': pass True or False"),
+        ("lossles", "Did you mean 'lossless'"),
+        ("zen:rows=auto", "zen has no setting 'rows'"),
+        ("zen:dense=losless", "unknown dense 'losless'; legal are native, lossless, auto. Did you mean 'lossless'"),
+        ("diloco:codec=zip", "unknown compressor 'zip'; legal are acp_sgd, "),
+        ("diloco:codec=dgc", "codec=dgc has momentum, and so has the outer optimizer"),
+        ("diloco:codec=momentum_correction:inner=top_k", "has momentum, and so has the outer optimizer"),
         ("diloco:codec=top_k:densty=1", "densty"),
         ("diloco:codec=top_k:values=qsgd(2)", "a setting is NAME=VALUE"),
         ("diloco:codec=top_k:decay=x", "decay of codec=top_k is a number"),
@@ -102,3 +109,33 @@ def test_a_plan_for_another_number_of_ranks_is_refused_before_anything_runs(tmp_
     method_of(f"plan:{path}", get_job("lstm"), steps=100, world_size=2)
     with pytest.raises(ValueError, match="for 2 ranks, and there are 4: give --hosts 2"):
         method_of(f"plan:{path}", get_job("lstm"), steps=100, world_size=4)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "error_feedback:inner=top_k(density=0.01;values=qsgd(bits=4)):decay=0.9",
+        "warm_up:inner=top_k:steps=5",
+        "ef21:inner=power_sgd(rank=0.1)",
+        "threshold:value=0.1",
+        "double_exponential",
+        "Identity",
+    ],
+)
+def test_every_text_of_a_compressor_is_a_method(text: str) -> None:
+    """Plan files and ``--compress`` have the same texts."""
+    method = method_of(text, get_job("gpt"), steps=100, world_size=2)
+    assert method.compresses("fc.weight", torch.empty(64, 64))
+    assert method.optimizer_momentum == (not text.startswith("ef21")), "which has the momentum"
+    if method.optimizer_momentum:
+        assert method_of(f"diloco:codec={text}", get_job("gpt"), steps=100, world_size=2).is_plain
+
+
+def test_every_scheme_is_a_method_and_says_how_other_gradients_travel(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(thinwire, "attach", lambda *arguments: given.append(arguments))
+    for text in ("zen", "two_level:zen", "zen:dense=lossless", "thinwire:dense=native", "lossless"):
+        method_of(text, get_job("lstm"), steps=100, world_size=2).attach(None, None)  # type: ignore[arg-type]
+    assert [arguments[1:] for arguments in given] == [
+        ("zen", "auto"), ("two_level:zen", "auto"), ("zen", "lossless"), ("auto", "native"), ("auto", "lossless")
+    ]  # fmt: skip

@@ -5,7 +5,9 @@ also accepts ``warm_up``, the share of the steps over which `thinwire.compress.w
 pattern (`fnmatch`) of names that stay exact, ``exchange``, which averages its payloads, and ``fuse``, a policy around
 it. With ``fuse`` and ``plan`` the model is a plain module, whose gradients can travel in any groups; see
 `thinwire.lab.bench.train.planned`. The name of a scheme, such as "zen", is `thinwire.attach` with that scheme for
-embedding tables. Outer loops, which are another algorithm, are in `thinwire.lab.bench.train.outer`.
+embedding tables; ``zen:dense=lossless`` says how all other gradients travel. Any text of `thinwire.compress.named`
+is a method; "bf16" and "lossless" are others by these names. Outer loops, which are another algorithm, are in
+`thinwire.lab.bench.train.outer`.
 """
 
 import math
@@ -13,15 +15,17 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 
 import torch
 from torch import Tensor, nn
 
+from thinwire.compress.assign import EXACT as SUMS
 from thinwire.compress.assign import NATIVE, Dense, Rule, leave_small
 from thinwire.compress.base import Exchanged, Parameter
-from thinwire.compress.named import NAMES as COMPRESSORS
-from thinwire.compress.named import construct, split
+from thinwire.compress.named import CONSTRUCTORS, construct, split
+from thinwire.errors import unknown
+from thinwire.gradients.compression import has_momentum
 from thinwire.lab.bench.jobs.job import Job
 from thinwire.lab.bench.jobs.own import OwnJob
 from thinwire.lab.bench.train.account import Account, RunningMethod
@@ -29,7 +33,8 @@ from thinwire.lab.bench.train.outer import CODEC, Outer, OuterMethod, codec_of
 from thinwire.lab.bench.train.outer import SETTINGS as OUTER_SETTINGS
 from thinwire.lab.bench.train.planned import Planning, grouping
 from thinwire.plan.plan import Plan
-from thinwire.sums.named import AUTO, NAMED
+from thinwire.rows import SchemeName
+from thinwire.sums.named import AUTO
 
 DDP, BF16, POWER_SGD_TORCH, THINWIRE, PLAN = "ddp", "bf16", "powersgd_torch", "thinwire", "plan"
 RANK_ORDER, LOSSLESS = "rank_order", "lossless"
@@ -39,6 +44,7 @@ EXACT = "exact"
 """Another name of "thinwire": `thinwire.attach(model)`, as doctor and plan call ways without compression."""
 TORCH_METHODS = (DDP, BF16, POWER_SGD_TORCH, RANK_ORDER)
 _CODEC = "codec"
+SCHEMES = get_args(SchemeName)
 OUTER_METHODS = tuple(OUTER_SETTINGS)
 """Outer loops: another algorithm than data-parallel training."""
 NAMES = (*TORCH_METHODS, THINWIRE, EXACT, LOSSLESS, PLAN, *OUTER_METHODS)
@@ -79,7 +85,6 @@ class MethodSetting:
 
     arguments: dict[str, Any] = field(default_factory=dict)
     of_run: Callable[[Job | OwnJob, int, int], dict[str, Any]] | None = None
-    optimizer_momentum: bool = True
     clips_after_sum: bool = True
     learning_rate_scale: float = 1.0
 
@@ -93,16 +98,13 @@ def _dgc_of_run(job: Job | OwnJob, steps: int, world_size: int) -> dict[str, Any
 
 SETTINGS: dict[str, MethodSetting] = {
     "top_k": MethodSetting({"density": 0.03}),
-    "dgc": MethodSetting({"density": 0.03, "masking": False}, _dgc_of_run, optimizer_momentum=False,
-    clips_after_sum=False),
+    "dgc": MethodSetting({"density": 0.03, "masking": False}, _dgc_of_run, clips_after_sum=False),
     "gaussian_k": MethodSetting({"density": 0.01}),
     "redsync": MethodSetting({"density": 0.01}),
     "sidco": MethodSetting({"density": 0.01}),
     "ms_top_k": MethodSetting({"density": 0.01}),
     "random_k": MethodSetting({"density": 0.1}),
-    "sign_sgd": MethodSetting(
-        {"momentum": 0.9}, optimizer_momentum=False, clips_after_sum=False, learning_rate_scale=0.002
-    ),
+    "sign_sgd": MethodSetting({"momentum": 0.9}, clips_after_sum=False, learning_rate_scale=0.002),
     "ef_sign_sgd": MethodSetting({"warm_up": 0.1}),
     "qsgd": MethodSetting({"bits": 8}),
     **dict.fromkeys(("terngrad", "natural", "int8", "fp8", "mxfp8", "mxfp4", "fp16"), MethodSetting()),
@@ -129,13 +131,15 @@ def method_of(text: str, job: Job | OwnJob, steps: int, world_size: int) -> Meth
         return Method(_unplanned, planning=Planning.of(settings, world_size))
     if name in OUTER_METHODS:
         return _outer_method(name, settings)
-    if name in (LOSSLESS, THINWIRE, EXACT, *NAMED):
-        exact = settings.pop("dense", LOSSLESS) if name == LOSSLESS else NATIVE if "fuse" in settings else AUTO
+    if name in (LOSSLESS, THINWIRE, EXACT, *SCHEMES):
+        exact = settings.pop("dense", LOSSLESS if name == LOSSLESS else NATIVE if "fuse" in settings else AUTO)
+        if exact not in SUMS:
+            raise unknown("dense", str(exact), SUMS)
         dense, is_plain = grouping(settings, exact)
         _refuse(name, settings)
-        rows = name if name in NAMED else AUTO
+        rows = name if name in SCHEMES else AUTO
         return Method(lambda model, _: ThinwireMethod(model, rows, dense), is_plain=is_plain)
-    setting = SETTINGS[name]
+    setting = SETTINGS.get(name, MethodSetting())
     arguments = dict(setting.arguments)
     if setting.of_run is not None:
         arguments |= setting.of_run(job, steps, world_size)
@@ -143,12 +147,13 @@ def method_of(text: str, job: Job | OwnJob, steps: int, world_size: int) -> Meth
     warm_up = arguments.pop("warm_up", 0.0)
     exchange, leave = arguments.pop("exchange", AUTO), str(arguments.pop("leave", ""))
     fuse = {key: arguments.pop(key) for key in ("fuse",) if key in arguments}
-    rule = _rule(_warmed_up(construct(name, arguments), round(warm_up * steps)).by(exchange), leave)
+    compressor = construct(name, arguments)
+    rule = _rule(_warmed_up(compressor, round(warm_up * steps)).by(exchange), leave)
     dense, is_plain = grouping(fuse, rule)
     return Method(
         lambda model, _: ThinwireMethod(model, AUTO, dense),
         lambda key, tensor: rule(Parameter(key, tuple(tensor.shape), tensor.dtype)) != NATIVE,
-        setting.optimizer_momentum or arguments.get("momentum") == 0.0,
+        not has_momentum(compressor),
         setting.clips_after_sum,
         setting.learning_rate_scale,
         is_plain=is_plain,
@@ -169,15 +174,13 @@ def _outer_method(name: str, settings: dict[str, Any]) -> Method:
     dense: Dense = NATIVE
     if codec is not None:
         method, arguments = split(codec)
-        codecs = {**SETTINGS, **{name: MethodSetting() for name in COMPRESSORS if name not in SETTINGS}}
-        setting = codecs.get(method)
-        if setting is None or not setting.optimizer_momentum:
-            legal = ", ".join(name for name, setting in codecs.items() if setting.optimizer_momentum)
-            why = "has momentum, and so has the outer optimizer" if setting else "is no compressor"
-            raise ValueError(f"codec={method} {why}; legal are {legal}")
+        setting = SETTINGS.get(method, MethodSetting())
         arguments = {key: value for key, value in setting.arguments.items() if key != "warm_up"} | arguments
         exchange, leave = arguments.pop("exchange", AUTO), str(arguments.pop("leave", ""))
-        dense = _rule(codec_of(method, arguments).by(exchange), leave)
+        compressor = codec_of(method, arguments)
+        if has_momentum(compressor):
+            raise ValueError(f"codec={codec} has momentum, and so has the outer optimizer: take one without")
+        dense = _rule(compressor.by(exchange), leave)
     return Method(
         lambda model, optimizer: OuterMethod(model, optimizer, outer.recipe, dense),
         inner_lr=outer.inner_lr,
@@ -203,10 +206,10 @@ def parse(text: str) -> tuple[str, dict[str, Any]]:
     if text == f"{LOSSLESS}:{AUTO}":
         return LOSSLESS, {"dense": AUTO}
     loop, separator, codec = text.partition(CODEC)
-    name, settings = split(loop)
-    legal = (*NAMES, *NAMED, *SETTINGS)
+    name, settings = (text, {}) if text in SCHEMES else split(loop)
+    legal = (*NAMES, *SCHEMES, *SETTINGS, *CONSTRUCTORS)
     if name not in legal:
-        raise ValueError(f"unknown method {name!r}; legal are {', '.join(legal)}")
+        raise unknown("method", name, dict.fromkeys(one for one in legal if ":" not in one))
     if separator and name not in OUTER_METHODS:
         raise ValueError(f"{name} has no codec=, which outer loops have: {', '.join(OUTER_METHODS)}")
     return name, settings | ({_CODEC: codec} if separator else {})

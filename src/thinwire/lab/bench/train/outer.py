@@ -80,7 +80,7 @@ def codec_of(name: str, arguments: dict[str, Any]) -> Compressor:
     arguments = dict(arguments)
     if arguments.pop("warm_up", None):
         raise ValueError(f"codec={name} has no warm_up: there are rounds, not steps; local_sgd takes a start_step=")
-    if name == "ef_sign_sgd" or "decay" not in arguments:
+    if name in ("ef_sign_sgd", "error_feedback") or "decay" not in arguments:
         return construct(name, arguments)
     decay = arguments.pop("decay")
     if not isinstance(decay, (int, float)):

@@ -53,7 +53,9 @@ class Planning:
             raise ValueError(f"{file} is a plan for {ranks} ranks, and there are {world_size}: give --hosts {ranks}")
         compressors = None if text is None else () if text == "none" else tuple(map(colons, str(text).split("+")))
         check(compressors or ())
-        return cls(file, compressors, bool(settings.get("fallback", False)))
+        if not isinstance(fallback := settings.get("fallback", False), bool):
+            raise ValueError(f"fallback of plan is {fallback!r}: pass True or False")
+        return cls(file, compressors, fallback)
 
     def plan(self, make: Callable[[], Training]) -> Plan:
         """Return the plan for the training that ``make`` makes; a collective call.

@@ -600,7 +600,7 @@ class LeftToDdp(_PlugOfDdp):
 
     def _note_rows(self) -> None:
         for table, row_bytes in self._sparse:
-            if getattr(gradient := getattr(table(), "grad", None), "is_sparse", False):
+            if (gradient := getattr(table(), "grad", None)) is not None and gradient.is_sparse:
                 self._row_bytes += gradient._nnz() * row_bytes
 
     def _count_rows(self, steps: int) -> None:

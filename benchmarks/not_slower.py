@@ -310,6 +310,7 @@ def train(context: RankContext, name: str, first: int, seconds: float, is_logged
     warm = Training(name, context.rank, is_attached=False)
     for step in range(5):
         warm.step(step)
+    stock_calls = statistics.median(calls(warm, 5 + number) for number in range(5))  # before anything is attached
     del warm
     trainings = [Training(name, context.rank, is_attached) for is_attached in (False, True, False)]
     playing.time = SimpleNamespace(perf_counter=trainings[OURS].clock)  # type: ignore[assignment]
@@ -332,7 +333,7 @@ def train(context: RankContext, name: str, first: int, seconds: float, is_logged
         "schemes": sorted({str(row["scheme"]) for row in table}),
         "reasons": "; ".join(dict.fromkeys(str(row["reason"]) for row in table if row["reason"])),
         "has_kernels": "numba" in sys.modules,
-        "calls": [statistics.median(calls(one, rounds + number) for number in range(5)) for one in trainings[:CONTROL]],
+        "calls": [stock_calls, statistics.median(calls(trainings[OURS], rounds + number) for number in range(5))],
     }
 
 

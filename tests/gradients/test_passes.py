@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from thinwire.gradients.passes import Backward
+from thinwire.gradients.passes import Backward, watch
 
 
 class Fails(torch.autograd.Function):
@@ -60,7 +60,7 @@ def test_nested_passes_end_with_the_outermost(output: str) -> None:
     for layer in layers[1:]:
         found = checkpoint(layer, found, use_reentrant=True)
     loss = found.sum()
-    backward.watch(OUTPUTS[output](loss))
+    watch(OUTPUTS[output](loss), backward.enter)
     loss.backward()
     assert events[-1] == "ended"
     assert events.count("ended") == 1
@@ -74,7 +74,7 @@ def test_nested_passes_end_with_the_outermost(output: str) -> None:
 def test_what_returns_no_tensor_with_a_gradient_is_left_alone() -> None:
     backward = Backward(lambda: None)
     for output in (None, "text", torch.ones(2), {"a": 1}, Output):
-        backward.watch(output)
+        watch(output, backward.enter)
 
 
 def test_outside_of_a_backward_there_is_nothing_to_enter() -> None:
@@ -89,12 +89,12 @@ def test_a_pass_that_an_exception_ends_is_over() -> None:
     ended: list[int] = []
     backward = Backward(lambda: ended.append(1))
     broken = Fails.apply(weight * 2.0).sum()
-    backward.watch(broken)
+    watch(broken, backward.enter)
     with pytest.raises(KeyError, match="on purpose"):
         broken.backward()
     assert not backward.is_running
     assert not ended
     whole = (weight * 2.0).sum()
-    backward.watch(whole)
+    watch(whole, backward.enter)
     whole.backward()
     assert ended == [1]

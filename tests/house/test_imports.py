@@ -269,8 +269,10 @@ ELSEWHERE = {
         "_call_end_callbacks_on_future",
         "_is_profiler_enabled",
     },  # no ranges then
-    "gradients/ddp.py": {"_dynamo"},  # in a message
-    "gradients/exact.py": {"_nnz"},  # in torch's manual of sparse tensors
+    "gradients/ddp.py": {
+        "_dynamo",  # in a message
+        "_nnz",  # in torch's manual of sparse tensors
+    },
     "gradients/parameters.py": {"_nnz"},
     "outer/loop.py": {"_nnz"},
     "gradients/module.py": {

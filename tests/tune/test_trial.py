@@ -277,6 +277,16 @@ def test_nothing_is_tried_before_stock_has_waited_for_what_a_trial_costs() -> No
             assert RENT * (total / 2 - waited) <= setup_seconds, "it is asked when the number of steps has doubled"
 
 
+def test_ranks_of_short_steps_do_not_meet_in_the_first_ones() -> None:
+    trial, meetings = Trial(arms(), setup_seconds=1.5), list[int]()
+    for step in range(2 * FIRST_STEPS):
+        numbers = trial.note(0.005, 0.004)
+        if numbers is not None:
+            trial.learn([numbers])
+            meetings.append(step + 1)
+    assert meetings == [1, FIRST_STEPS, 2 * FIRST_STEPS]
+
+
 @given(st.floats(1e-3, 5.0), st.floats(0.0, 1.0), st.floats(0.5, DECISIVE))
 def test_the_first_steps_take_at_most_a_twentieth_longer_than_those_of_stock(
     stock: float, waits: float, slower: float

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
@@ -109,11 +109,6 @@ class Sums:
         self.gradients.finish_step()
         if self.compressed is not None:
             self.compressed.finish_step()
-
-    def commit(self, optimizer: torch.optim.Optimizer, names: Collection[str]) -> None:
-        """Note that an optimizer is about to make the step for which gradients of these parameters were summed."""
-        if self.compressed is not None:
-            self.compressed.commit(optimizer, names)
 
     def listen(self, listener: Callable[[Phase, float, float], None] | None) -> None:
         """Call ``listener`` with each phase of a sum, its start and its end; None ends that."""

@@ -6,6 +6,7 @@ and is only watched: a hook in Python costs, even if it does no more than DDP do
 one machine cost 7.7 ms by torch's own `allreduce_hook`, and 5.8 ms without one.
 """
 
+import math
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -24,12 +25,14 @@ from torch.utils.hooks import RemovableHandle
 
 from thinwire.comm.c10d import never_compiled
 from thinwire.comm.lane import Lane
+from thinwire.comm.process_group import sparse_all_reduce_bytes
 from thinwire.errors import ThinwireError, warn
 from thinwire.gradients import torch_internals as internals
 from thinwire.gradients.buckets import Buckets, Pending
 from thinwire.gradients.exact import NativeAllReduce
 from thinwire.gradients.module import synchronized_parameters
 from thinwire.gradients.tables import sparse_tables_of, weak
+from thinwire.sums.cost import DENSIFICATION_EXPONENT
 
 Groups = tuple[tuple[str, ...], ...]
 
@@ -226,6 +229,8 @@ class Plug:
     """Whether nothing is synchronized, so that every backward ends a step."""
     is_free = True
     """Whether buckets can be seen: not where DDP has a communication hook of somebody else."""
+    is_stale = False
+    """Whether `before_forward` has anything to do."""
 
     def __init__(self) -> None:
         self._accumulates = False
@@ -235,6 +240,13 @@ class Plug:
     def synchronizes(self) -> bool:
         """Whether the next backward pass synchronizes, and is not one of `no_sync`."""
         return not self._accumulates
+
+    def finish_left(self) -> float | None:
+        """Note a step that stock DDP did, if it did; return the seconds for which its backward waited."""
+        return None
+
+    def book(self) -> None:
+        """Add steps that were left to DDP to the statistics: nobody has read them before."""
 
     def finish(self) -> float:
         """Submit the rest at the end of backward; return when computing ended (`time.perf_counter`)."""
@@ -320,10 +332,8 @@ class Alone(Plug):
     def synchronizes(self) -> bool:
         return super().synchronizes if (ddp := self._ddp()) is None else ddp.require_backward_grad_sync
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        with super().no_sync() if (ddp := self._ddp()) is None else ddp.no_sync():
-            yield
+    def no_sync(self) -> AbstractContextManager[None]:  # type: ignore[override]  # that of a generator
+        return super().no_sync() if (ddp := self._ddp()) is None else ddp.no_sync()
 
 
 class _PlugOfDdp(Plug):
@@ -341,12 +351,10 @@ class _PlugOfDdp(Plug):
 
     @property
     def synchronizes(self) -> bool:
-        return self._model.require_backward_grad_sync
+        return bool(getattr(self._weak_model(), "require_backward_grad_sync", False))
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        with self._model.no_sync():
-            yield
+    def no_sync(self) -> AbstractContextManager[None]:  # type: ignore[override]  # that of a generator
+        return self._model.no_sync()
 
     @property
     def can_hold(self) -> bool:  # type: ignore[override]
@@ -490,13 +498,14 @@ class LeftToDdp(_PlugOfDdp):
         self._observers = set[str]()  # on this rank, of buckets that stay as they are
         self._reasons = set[str]()  # that all ranks have to see the buckets
         had_hook = lane.agree("whose model has had a hook", [float(model in _dispatchers)])
-        self._has_hook = self._is_stale = [1.0] in had_hook
+        self._has_hook = self.is_stale = [1.0] in had_hook
         self._since: float | None = None  # end of computing in the running backward
         self._use_group(native.process_group)
         sparse = {id(weight) for weight in sparse_tables_of(model.module)}
         trained = [parameter for _, parameter in synchronized_parameters(model) if parameter.requires_grad]
         self._num_bytes = sum(parameter.nbytes for parameter in trained if id(parameter) not in sparse)
-        self._sparse = [weakref.ref(parameter) for parameter in trained if id(parameter) in sparse]
+        self._sparse = [(weakref.ref(one), 8 + one[:1].nbytes) for one in trained if id(one) in sparse]
+        self._left_steps = self._row_bytes = 0  # steps, and bytes of rows and ids of their sums, that are not counted
         self._handles: list[RemovableHandle] = []
         self._add_hooks()
 
@@ -515,19 +524,18 @@ class LeftToDdp(_PlugOfDdp):
         (self._reasons.add if does else self._reasons.discard)(why)
         self._has_hook |= does
         self._settle()
-        self._is_stale = for_long and self._has_hook and not self._reasons
+        self.is_stale = for_long and self._has_hook and not self._reasons
 
     def before_forward(self) -> None:
         """Drop the hook, which DDP would call with each bucket for life, if all ranks leave the model to DDP."""
-        if self._is_stale:
-            self._is_stale = self._has_hook = False
-            observers, self._observers = self._observers, set()
-            self._settle()
-            if renew(self._model):
-                self._use_group(self._native.process_group)
-                self._model.reducer.prepare_for_forward()  # DDP has done that with the other one
-            self._observers = observers
-            self._settle()
+        self.is_stale = self._has_hook = False
+        observers, self._observers = self._observers, set()
+        self._settle()
+        if renew(self._model):
+            self._use_group(self._native.process_group)
+            self._model.reducer.prepare_for_forward()  # DDP has done that with the other one
+        self._observers = observers
+        self._settle()
 
     def _settle(self) -> None:
         if bool(self._observers or self._reasons) == (self._seen is not None):
@@ -554,27 +562,56 @@ class LeftToDdp(_PlugOfDdp):
     def _add_hooks(self) -> None:
         trained = [parameter for _, parameter in synchronized_parameters(self._model) if parameter.requires_grad]
         hook = weak(self._on_gradient)
-        self._handles = [one.register_post_accumulate_grad_hook(hook) for one in _always_used(self._model, trained)]
+        one_suffices = not (self._model.find_unused_parameters or self._model.static_graph)  # each backward reaches any
+        first = trained[:1] if one_suffices else trained
+        self._handles = [parameter.register_post_accumulate_grad_hook(hook) for parameter in first]
 
     def take_in_flight(self) -> Sequence[Pending]:
         return () if self._seen is None else self._seen.take_in_flight()
 
+    def finish_left(self) -> float | None:
+        if self._seen is not None or self._since is None:
+            return None
+        waited, self._since = time.perf_counter() - self._since, None
+        self._lane.busy_seconds += waited
+        self._left_steps += 1
+        self._note_rows()
+        return waited
+
+    def book(self) -> None:
+        if steps := self._left_steps:
+            self._left_steps = 0
+            self._native.count(self._num_bytes)
+            self._count_rows(steps)
+            self._native.finish_step(self._lane, steps)
+            self._native.account.finish_step(steps)
+
     def finish(self) -> float:
-        if self._seen is not None:
-            return self._seen.finish()
-        self._native.count(self._num_bytes)
-        assert self._since is not None
-        return self._since
+        return time.perf_counter() if self._seen is None else self._seen.finish()
 
     def deliver(self) -> None:
         if ROWS not in self._reasons:
-            self._native.count_rows([one for weak in self._sparse if (one := weak()) is not None])
-        if self._since is not None:
-            self._lane.note_busy(self._since, time.perf_counter())
-            self._since = None
+            self._note_rows()
+            self._count_rows(1)
+        self._since = None
         if self._seen is not None:
             self._seen.deliver()
-            self._settle()
+        self._settle()
+
+    def _note_rows(self) -> None:
+        for table, row_bytes in self._sparse:
+            if (gradient := getattr(table(), "grad", None)) is not None and gradient.is_sparse:
+                self._row_bytes += gradient._nnz() * row_bytes
+
+    def _count_rows(self, steps: int) -> None:
+        """Count torch's all-reduces of sparse gradients, of which only the rows of sums are known: an estimate.
+
+        Each rank is taken to hold what `DENSIFICATION_EXPONENT` says that such a sum is made of.
+        """
+        size = self._native.process_group.size()
+        held = math.ceil(self._row_bytes / steps / size**DENSIFICATION_EXPONENT)
+        self._native.count_moved(sparse_all_reduce_bytes([1] * size, 0, held - 8, len(self._sparse)))  # one long row
+        self._row_bytes = 0
 
     def reset(self) -> None:
         self._since = None
@@ -606,8 +643,3 @@ class LeftToDdp(_PlugOfDdp):
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-
-
-def _always_used(model: DistributedDataParallel, trained: Sequence[nn.Parameter]) -> Sequence[nn.Parameter]:
-    """Return parameters of which each backward reaches one: all of them if DDP allows unused ones, else any one."""
-    return trained if model.find_unused_parameters or model.static_graph else trained[:1]

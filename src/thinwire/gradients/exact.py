@@ -5,7 +5,6 @@ Dense gradients are sent as stock DDP sends them, by the all-reduce of a process
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +25,7 @@ from thinwire.errors import LostPeerError, logger, unknown
 from thinwire.gradients.tables import TableGradient, by_dtype, share, stack, unstack
 from thinwire.observe.step import JobTimes, ParameterRecords, enabled, show
 from thinwire.rows.sparse import SparseRows
-from thinwire.sums.cost import DENSIFICATION_EXPONENT, Demand, expected_bytes
+from thinwire.sums.cost import Demand, expected_bytes
 from thinwire.sums.named import AUTO, DENSE, name_of, resolve
 from thinwire.sums.scheme import Scheme, Unit
 from thinwire.sums.synchronize import agree, dense_all_reduce, placed, synchronize
@@ -203,10 +202,10 @@ class GradientSync:
                 demands = [Demand(*numbers[:6], in_rank_order=bool(numbers[-1])) for numbers in window]
                 self.windows[key].recall(last, demands)
 
-    def finish_step(self) -> None:
-        """Close the statistics of a step."""
+    def finish_step(self, steps: int = 1) -> None:
+        """Close the statistics of a step, or of so many that were alike."""
         for record in self.records.values():
-            record.finish_step()
+            record.finish_step(steps)
 
     def _is_all_reduced(self, table: TableGradient) -> bool:
         """Return whether a dense gradient is not scanned for zeros in this step."""
@@ -462,7 +461,7 @@ class NativeAllReduce:
     ) -> None:
         self._lost = lost
         self.process_group, self.is_own = process_group, is_own
-        self._account = account
+        self.account = account
         self._moved_bytes = 0
         self._jobs: list[JobTimes] = []
 
@@ -524,26 +523,18 @@ class NativeAllReduce:
         """Count bytes that this rank sends in a sum of another kind."""
         self._moved_bytes += num_bytes
 
-    def count_rows(self, tables: Sequence[Tensor]) -> None:
-        """Count torch's all-reduces of sparse gradients, of which only the sums are known by now: an estimate.
+    def finish_step(self, lane: Lane, steps: int = 1) -> None:
+        """Add the bytes of a ring, and seconds, to the statistics, while no job of the lane runs, which adds too.
 
-        Each rank is taken to hold what `DENSIFICATION_EXPONENT` says that such a sum is made of.
+        Args:
+            steps: number of steps that moved so many bytes each.
         """
-        world_size = self.process_group.size()
-        for table in tables:
-            if table.grad is not None and table.grad.is_sparse:
-                held = math.ceil(table.grad._nnz() / world_size**DENSIFICATION_EXPONENT)
-                row_bytes = table.grad._values()[:1].nbytes
-                self._moved_bytes += sparse_all_reduce_bytes([held] * world_size, 0, row_bytes)
-
-    def finish_step(self, lane: Lane) -> None:
-        """Add the bytes of a ring, and seconds, to the statistics, while no job of the lane runs, which adds too."""
         moved, self._moved_bytes = self._moved_bytes, 0
         if moved:
             scheme = "NCCL" if self.is_own else name_of(DENSE)
-            record = self._account.records.book(OTHERS, "all-reduce", scheme, "dense")
-            record.add(moved, moved, moved)
-            lane.exchange.count_all_reduce(moved)
+            record = self.account.records.book(OTHERS, "all-reduce", scheme, "dense")
+            record.add(steps * moved, moved, steps * moved)
+            lane.exchange.count_all_reduce(steps * moved)
         jobs, self._jobs = self._jobs, []
         until = 0.0
         for job in jobs:  # one after the other: the next one begins when the last one has ended

@@ -190,7 +190,7 @@ class Synchronizer(Attached):
         decisions = Decisions(self._execution, self._choice, choice)
         count, clock = len(self._all_names), self._clock
         self._steps = StepLoop(model, count, self._lanes, clock, self._sums, self._plug, adopt, decisions)
-        self._passes.watch(self._plug, guard, self._steps.finish, self._sums.commit)
+        self._passes.watch(self._plug, guard, self._steps.finish, getattr(self._compressed, "commit", None))
         self._warn_of_no_gain()
         for lane in self._lanes:
             lane.doing = weak(self._passes.doing)
@@ -238,6 +238,7 @@ class Synchronizer(Attached):
         tensors that did not fit it.
         """
         rows = self._steps.decisions.rows
+        self._plug.book()
         lanes = lane_stats(self._lanes)
         waits = sum(collective.exchange.host_waits for collective in self._sums.collectives)
         if self._methods.tables is not None:
@@ -248,7 +249,7 @@ class Synchronizer(Attached):
             "comm/steps": float(self._steps.count),
             "comm/optimizer_steps": float(self._passes.optimizer_steps),
             "comm/host_waits": float(waits),
-            "comm/bytes_dense": float(sum(record.total_dense_bytes for record in self._records())),
+            "comm/bytes_dense": float(sum(one.total_dense_bytes for one in list(self._gradients.records.values()))),
             "comm/exposed_seconds": self._steps.exposed_seconds,
             "comm/rehearsals": 0.0 if rows is None else float(rows.trial.tests),
             **self._staging.stats(),
@@ -270,6 +271,7 @@ class Synchronizer(Attached):
         of its elements that this rank sent. Where parameters are summed exactly in different ways, each has a row with
         its ``scheme``; their bytes are in the rows of all together.
         """
+        self._plug.book()
         exact, records = self._methods.exact, dict(self._gradients.records)
         if len(set(exact.values())) > 1:
             records |= {
@@ -451,9 +453,6 @@ class Synchronizer(Attached):
                 ' can travel as rows. Without loss init_process_group("thinwire") sends fewer bytes, and'
                 ' dense="lossless" of gradients; with loss compressors such as dense=thinwire.compress.bf16()'
             )
-
-    def _records(self) -> list[ParameterRecord]:
-        return list(self._gradients.records.values())
 
     def _device_of(self, named: Mapping[str, nn.Parameter]) -> torch.device:
         """Return where gradients are."""

@@ -18,11 +18,11 @@ from collections.abc import Callable, Collection, Container, Iterable, Iterator,
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, is_dataclass
 from fnmatch import fnmatchcase
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate, pairwise
 from math import gcd
 from typing import Any, NoReturn
-from weakref import WeakMethod
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +39,7 @@ from thinwire.observe.step import named
 from thinwire.rows.sparse import Layout, SparseRows
 
 
-class Hook:
+class Hook(partial[Any]):
     """A module hook that is neither copied nor pickled with its module: copies get one that does nothing.
 
     A bound method as a hook carries its object into each copy, with lanes and process groups, which cannot be copied,
@@ -50,12 +50,6 @@ class Hook:
         method: the method to call. Its object lives as long as the hook is on the module, so it must not hold the
             module.
     """
-
-    def __init__(self, method: Callable[..., object]) -> None:
-        self._method = method
-
-    def __call__(self, *args: Any) -> Any:
-        return self._method(*args)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         return nullcontext().__exit__
@@ -78,12 +72,12 @@ def weak(method: Callable[..., Any]) -> Callable[..., Any]:
     It is for hooks of parameters: objects that hold the parameter would keep it alive, and C++ holds the hooks of
     parameters and buckets out of reach of the garbage collector.
     """
-    method_if_alive = WeakMethod(method)
+    owner, function = ref(method.__self__), method.__func__  # type: ignore[attr-defined]  # of a bound method
 
     @never_compiled
     def call(*args: Any) -> Any:
-        alive = method_if_alive()
-        return None if alive is None else alive(*args)
+        alive = owner()
+        return None if alive is None else function(alive, *args)
 
     return call
 

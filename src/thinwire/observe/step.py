@@ -144,15 +144,16 @@ class ParameterRecord:
         """Note that from the next step on the parameter is left to another all-reduce, by this scheme."""
         self.scheme, self.formats, self.fused = scheme, "", 1
 
-    def finish_step(self) -> None:
-        """Make the running step the last one, if anything was synchronized in it."""
+    def finish_step(self, steps: int = 1) -> None:
+        """Make the running step the last one, or so many that were alike, if anything was synchronized in it."""
         predicted, self._predicted = self._predicted, []
         if self._dense == 0 and self._sent == 0:
             return
-        self.step_bytes, self._step_predicted, self.step_dense_bytes = self._sent, predicted, self._dense
+        self.step_bytes, self.step_dense_bytes = self._sent // steps, self._dense // steps
+        self._step_predicted = predicted
         self.total_bytes += self._sent
         self.total_dense_bytes += self._dense
-        self.steps += 1
+        self.steps += steps
         self._sent, self._dense = 0, 0
 
     def row(self) -> dict[str, str | int | float]:

@@ -31,7 +31,7 @@ class Playing:
         self._agree, self._what, self._turn = agree, what, turn
         self._since: float | None = None
         self._unready = 0
-        self._playing: tuple[str, bool] | None = None
+        self._playing = "", False
         self._answer: Numbers | None = None
         self.turn()
 
@@ -41,11 +41,14 @@ class Playing:
         Args:
             waited: seconds for which this rank waited for the network.
         """
-        unready = dispatch.unready_calls()
         answer, self._answer = self._answer, None
         if answer is None and self._since is not None:
-            is_typical = not self.trial.is_timed or (unready == self._unready and not dispatch.is_compiling())
-            numbers = self.trial.note(time.perf_counter() - self._since, waited, is_typical)
+            now, (_, stands) = time.perf_counter(), self._playing
+            is_typical = stands or (dispatch.unready_calls() == self._unready and not dispatch.is_compiling())
+            numbers = self.trial.note(now - self._since, waited, is_typical)
+            if self.trial.is_idle:
+                self._since = now
+                return
             if numbers is not None:
                 answer = self._agree(f"seconds of steps, {self._what}", numbers)
                 if not isinstance(answer, list):
@@ -53,7 +56,7 @@ class Playing:
         if answer is not None:
             self.trial.learn(answered(answer))
         self.turn()
-        self._unready = unready
+        self._unready = dispatch.unready_calls()
         self._since = time.perf_counter()
 
     def turn(self) -> None:

@@ -7,8 +7,9 @@ arm is stock: it plays until another one has won, and again in pairs with whatev
 1. *Watch.* Before anything is imported, compiled or measured for another arm, the seconds for which steps of stock
    waited for the network are added up: no other arm can save more. What another arm costs before its first step is
    spent only when it is less than `RENT` of that, so whoever leaves early has lost little, and a model that never waits
-   never pays. Of the first `FIRST_STEPS` steps it may cost `FIRST_SHARE`: with the regret below that makes 5 %, for an
-   arm that is up to `DECISIVE` times as slow.
+   never pays. Ranks meet to ask when the number of steps has doubled, and not while no other arm could begin. Of the
+   first `FIRST_STEPS` steps it may cost `FIRST_SHARE`: with the regret below that makes 5 %, for an arm that is up to
+   `DECISIVE` times as slow.
 2. *Test.* A challenger plays against the arm that stands, in pairs of neighbouring steps, in the order of Thue and
    Morse (ABBA BAAB), so that neither has the better half of a drift. A step takes as long as on its slowest rank. A
    pair is void if kernels were compiled in it, or one of its steps took `DECISIVE` times as long as the last ones of
@@ -113,6 +114,7 @@ class Trial:
         self._block: list[int] = []  # arms of the steps of the running pairs
         self._numbers: list[float] = []
         self._left = 0  # steps of the standing arm, where no pairs run
+        self.is_idle = False  # whether the last step changed nothing but these numbers
         self._then = ""  # name of the method that goes on after them
         self._waited = self._seconds = 0.0
         self._totals = (0.0, 0.0)
@@ -162,9 +164,11 @@ class Trial:
             is_typical: whether it says anything about later ones: not if kernels were compiled in it.
         """
         self.steps += 1
-        lately = self._lately.setdefault(self._index, deque(maxlen=LATELY))
-        is_typical &= not lately or seconds <= DECISIVE * statistics.median(lately)
-        lately.append(seconds)
+        self.is_idle = not self._block and self._left > LATELY
+        if not self.is_idle:
+            lately = self._lately.setdefault(self._index, deque(maxlen=LATELY))
+            is_typical &= not lately or seconds <= DECISIVE * statistics.median(lately)
+            lately.append(seconds)
         if self._block:
             self._numbers.append(seconds if is_typical else -seconds)
             return self._numbers if len(self._numbers) == len(self._block) else None
@@ -283,6 +287,8 @@ class Trial:
         else:
             self._setup_seconds = 0.0
         self._go_on()
+        if self.is_watching and not is_cheap:
+            self._left = max(self._left, FIRST_STEPS - self.steps)
 
     def _look(self) -> None:
         """Test all challengers again."""

@@ -34,6 +34,9 @@ from thinwire.tune.trial import Trial
 pytestmark = pytest.mark.ranks
 
 ROWS, WIDTH = 3000, 8
+MOST_ADDED_CALLS = 56
+"""Largest number of calls of Python that a step left to DDP makes beside stock's, whether a trial has decided or
+watches: 53 by torch 2.13, of which 9 are torch's own around hooks."""
 LIMIT_SECONDS = 15.0  # for what otherwise takes the timeout of 60 s
 
 
@@ -359,8 +362,14 @@ def _costs(context: RankContext, kind: str) -> tuple[list[str], list[int]]:
                 elif kind != "plain module":
                     model = DistributedDataParallel(model, process_group=dist.new_group(), bucket_cap_mb=1e-4)
                 sync = thinwire.attach(model) if is_attached else None
-                made.append(min(_calls(model, step) for step in range(20)))
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+                made.append(min(_calls(model, optimizer, step) for step in range(20)))
                 if sync is not None:
+                    if (rows := sync._steps.decisions.rows) is not None:
+                        rows.trial.decline("what a trial would say")
+                        made[1] = max(made[1], min(_calls(model, optimizer, step) for step in range(20)))
+                    booked = {row["steps"] for row in sync.table() if row["bytes"]}
+                    assert booked <= {sync.stats()["comm/steps"]}, "steps that DDP did are counted when somebody reads"
                     assert sync._lane._machine is None
                     assert not getattr(model, "_comm_hooks", ())
                     sync.detach()
@@ -368,10 +377,11 @@ def _costs(context: RankContext, kind: str) -> tuple[list[str], list[int]]:
     return loads, added
 
 
-def _calls(model: nn.Module, step: int) -> int:
+def _calls(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> int:
     profile = cProfile.Profile()
     profile.enable()
     model(torch.full((8, 4), float(step))).sum().backward()
+    optimizer.step()
     profile.disable()
     return sum(entry.callcount for entry in profile.getstats() if not isinstance(entry.code, str))  # of C
 
@@ -383,7 +393,7 @@ def test_a_model_with_nothing_to_gain_loads_no_kernels_and_has_no_hook_in_its_bu
         loads, (small, large) = outcome.value
         assert loads == []
         if kind not in ("plain module", "FSDP2"):
-            assert small == large <= 110, (small, large)
+            assert small == large <= MOST_ADDED_CALLS, (small, large)
 
 
 def _keeps_its_gradient(context: RankContext) -> list[bool]:

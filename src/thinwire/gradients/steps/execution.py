@@ -55,6 +55,7 @@ class Execution:
         self._compares_buckets = not following.can_regroup
         self._steps: list[StepTimes] = []
         self._to_skip = 0
+        self.trial = Trial([EXACT])
         self._phase: Callable[[], None] = self._watch
         self._enter(self._watch if intent.groups is not None else self._measure)
 
@@ -141,8 +142,8 @@ class Execution:
         can_be_dropped = self._following.can_regroup or self._following.compresses  # else it is what is done anyhow
         if is_slow and can_be_dropped and not self._reported:
             self._enter(self._test)
-            self._to_skip, pause, trial = 0, self._following.pause, Trial([PLAN, EXACT], gain=0.0)
-            self._playing = Playing(self._lane.agree, "of a plan", trial, lambda arm, _: pause(arm == EXACT))
+            self._to_skip, pause, self.trial = 0, self._following.pause, Trial([PLAN, EXACT], gain=0.0)
+            self._playing = Playing(self._lane.agree, "of a plan", self.trial, lambda arm, _: pause(arm == EXACT))
             self._playing.finish_step()  # which times steps from now on
         elif self._has_drifted(measured):
             self._drifted(measured)
@@ -151,8 +152,7 @@ class Execution:
         """Compare the plan with exact synchronization, in turn and on this machine now."""
         self._steps.clear()
         self._playing.finish_step()
-        trial = self._playing.trial
-        if not trial.is_settled:
+        if not (trial := self.trial).is_settled:
             return
         self._following.pause(False)
         self._enter(self._watch)

@@ -147,40 +147,47 @@ class StepLoop:
 
     def finish(self, counts: bool = True) -> None:
         """End a step when backward has nothing left to compute: all waiting in here is exposed communication."""
-        started = self._plug.finish()
-        for pending in self._plug.take_in_flight():
-            pending.wait()
-        times = self._clock.finish()
-        waited = times.ended - started
+        times, waited = None, self._plug.finish_left()
+        if waited is None:
+            self._plug.book()
+            started = self._plug.finish()
+            for pending in self._plug.take_in_flight():
+                pending.wait()
+            times = self._clock.finish()
+            waited = times.ended - started
+            self._plug.deliver()
+            self._sums.finish_step(self._lanes[-1])
         self.exposed_seconds += waited
-        self._plug.deliver()
-        self._sums.finish_step(self._lanes[-1])
         self.count += counts
         if self._adopt is not None and not is_joining(self._model()):
             adopt, self._adopt = self._adopt, None
             self.decisions = self.decisions._replace(rows=adopt(self.decisions.rows))
         self._check_mode()
-        if counts and self.count == 1 and self._lanes[0].rank == 0:
-            logger.info("%s", self._first_step())
-        if self._trace is not None:
+        if counts and self.count == 1:
+            self._plug.book()
+            if self._lanes[0].rank == 0:
+                records = list(self._sums.gradients.records.values())
+                sent = sum(lane.exchange.traffic.sent_bytes for lane in self._lanes)
+                logger.info("%s", first_step(records, self._num_parameters, sent, self._lanes[0].world_size))
+        if self._trace is not None and times is not None:
             self._trace.add(times)
         execution, choice, rows = self.decisions
-        if execution is not None and not is_joining(self._model()):
-            execution.finish_step(times)
-        if not counts or is_joining(self._model()):
+        if not any(self.decisions) or is_joining(self._model()):
             return
-        if rows is not None and not (choice is not None and choice.trial.is_timed):
+        codes = choice is not None and choice.trial.is_timed  # one at a time: the others' seconds would be of its arms
+        if execution is not None and times is not None and not codes:
+            execution.finish_step(times)
+        if rows is not None and counts and not codes:
             rows.finish_step(waited)
-        if choice is not None and not (rows is not None and rows.trial.is_timed):
+        other = rows or execution
+        if choice is not None and counts and not (other is not None and other.trial.is_timed):
             choice.finish_step(waited)
 
     def _check_mode(self) -> None:
         """Warn once if deterministic algorithms came after `attach`, and something is decided by the clock."""
         gradients = self._sums.gradients
-        timed = self.decisions
-        decides = gradients.choices or timed.execution is not None or timed.choice is not None
-        is_late = decides and not gradients.in_rank_order and torch.are_deterministic_algorithms_enabled()
-        if is_late and not self._has_warned:
+        decides = (gradients.choices or any(self.decisions[:2])) and not (gradients.in_rank_order or self._has_warned)
+        if decides and torch.are_deterministic_algorithms_enabled():
             self._has_warned = True
             warn(
                 "torch.use_deterministic_algorithms(True) came after attach, so measured times still decide how"
@@ -204,8 +211,3 @@ class StepLoop:
     def _predicted_events(self) -> Sequence[Event]:
         execution = self.decisions.execution
         return () if execution is None else execution.predicted_events()
-
-    def _first_step(self) -> str:
-        records = list(self._sums.gradients.records.values())
-        sent = sum(lane.exchange.traffic.sent_bytes for lane in self._lanes)
-        return first_step(records, self._num_parameters, sent, self._lanes[0].world_size)

@@ -53,6 +53,8 @@ class RowsChoice:
     def finish_step(self, waited: float) -> None:
         """Decide how tables are summed in the next step."""
         self._playing.finish_step(waited)
+        if self.trial.is_idle and not self.trial.standing:
+            return
         if not self.trial.is_timed and self.trial.arm == ROWS and len(self._offers) < MOST_OFFERS:
             self._offer()
         reason = self.trial.explain()

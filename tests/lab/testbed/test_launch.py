@@ -191,6 +191,7 @@ def test_timeout_shows_where_each_rank_hangs():
     pids: set[int] = set()
     with pytest.raises(RanksFailed) as caught:
         run_ranks(wait_long, world_size=2, timeout_seconds=10, on_message=lambda rank, message: pids.add(message[0]))
+    assert str(caught.value).count("in wait_long") == 2, "which one holds the other up is not known"
     assert len(pids) == 2
     assert gone(pids)
     for outcome in caught.value.outcomes:

@@ -17,6 +17,7 @@ from thinwire.lab.testbed.rank import stacks_path
 _GRACE_SECONDS = 5.0  # for the other ranks, after one has failed
 _LEAVE_SECONDS = 2.0  # for a rank that has returned, when others are stopped
 _STACK_DUMP_SECONDS = 0.5
+_RUNNING = "still running"
 
 # Errors of Gloo when the process at the other end has gone, or has stopped answering.
 _PEER_LOST = (
@@ -158,7 +159,7 @@ def _stop_at_timeout(running: list[RankProcess], directory: str, timeout_seconds
     for rank in running:
         stacks = stacks_path(directory, rank.number)
         text = stacks.read_text() if stacks.exists() else ""
-        rank.stop(f"still running after {timeout_seconds:g} s\n{text or '(no Python stack)'}")
+        rank.stop(f"{_RUNNING} after {timeout_seconds:g} s\n{text or '(no Python stack)'}")
 
 
 def _kill(ranks: list[RankProcess]) -> None:
@@ -188,7 +189,7 @@ def describe(ranks: list[RankProcess]) -> str:
     told: set[str] = set()
     for rank in failed:
         text = _reason(rank).strip()
-        last = text.splitlines()[-1]
+        last = text if text.startswith(_RUNNING) else text.splitlines()[-1]  # stacks end alike, and are not
         if rank is not failed[0] and (last in told or _is_consequence(rank)):
             text = last
         told.add(last)

@@ -37,7 +37,7 @@ lint: install    ## ruff and the type checker
 	$(BIN)/ruff format --check .
 	$(BIN)/pyrefly check
 
-# Each law on all pairs of its parameters, and few examples of what hypothesis draws: see tests/common/selection.py.
+# Each law on all pairs of its parameters, and few examples of what hypothesis draws: see tests/common/plugins/selection.py.
 # Three workers on two cores, since ranks wait for each other, for links and for limits: they leave 3 % of the cores idle.
 # A fourth takes 307 s to 363, and slow tests 1,692 to 1,746: it starts, imports and collects like the others, and all of them wait for a core.
 # What fails runs once more, alone; what passes then is named last, as flaky.

@@ -17,7 +17,7 @@ from importlib.metadata import version
 import pytest
 from hypothesis import settings
 
-pytest_plugins = ["durations", "failures", "last_words", "selection"]
+pytest_plugins = [f"tests.common.plugins.{name}" for name in ("durations", "failures", "last_words", "selection")]
 os.environ.setdefault("PYTHONFAULTHANDLER", "1")  # what tests start says where it crashed: ranks, holders, commands
 # Tables travel as rows from the first step on, and not only once that is known to pay; but where a test says otherwise.
 os.environ.setdefault("THINWIRE_ROUTE", "rows")

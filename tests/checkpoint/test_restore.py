@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import nn
 
 from holders import SECRET, running_holders
-from tests.checkpoint.restored import keeper, on_disk
+from tests.checkpoint.common.restored import keeper, on_disk
 from thinwire.checkpoint import Checkpointer, CheckpointPolicy, Disk, Storage
 from thinwire.checkpoint.dcp.tier import PersistentTier
 from thinwire.checkpoint.group import private_group, restart_hint
@@ -544,7 +544,7 @@ def main(rank, attempt):
     if ending == "raise" and rank == 1: raise LookupError("on purpose")
     if ending == "exit" and rank == 1: sys.exit(3)
     if ending == "destroy": dist.destroy_process_group()
-    print("ended", flush=True)
+    os.write(1, b"ended\\n")  # at once, where the other one writes too
 statuses = []
 for attempt in range(3):
     pair = []

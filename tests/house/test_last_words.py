@@ -38,7 +38,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     ran = subprocess.run(
         [sys.executable, "-m", "pytest", "-n", "1", "-p", "last_words", "-p", "no:cacheprovider", *TIMEOUT],
         cwd=directory,
-        env={"PYTHONPATH": str(Path(__file__).parents[1] / "common"), "PATH": "/usr/bin:/bin"},
+        env={"PYTHONPATH": str(Path(__file__).parents[1] / "common" / "plugins"), "PATH": "/usr/bin:/bin"},
         capture_output=True,
         text=True,
     )

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from loops import for_each
-from selection import covering, spread
+from tests.common.plugins.selection import covering, spread
 
 ROOT = Path(__file__).parents[2]
 WHOLE = 5000  # items; of a run of less, the others are collected on the side

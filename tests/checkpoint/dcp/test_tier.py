@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoint.restored import keeper, on_disk
+from tests.checkpoint.common.restored import keeper, on_disk
 from thinwire.checkpoint.dcp.tier import write_about
 from thinwire.errors import ThinwireError
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from states import load_into
+from tests.checkpoint.state.states import load_into
 from thinwire.checkpoint.state import coding
 from thinwire.checkpoint.state.coding import pack, pieces_of, tensors_of
 from thinwire.checkpoint.state.encode import Encoded, StateEncoder

@@ -14,7 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from states import load_into
+from tests.checkpoint.state.states import load_into
 from tests.checkpoint.state.stored import bits, is_copied, items, same, states
 from thinwire.checkpoint.state.coding import tensors_of
 from thinwire.checkpoint.state.decode import unflatten

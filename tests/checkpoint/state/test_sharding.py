@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from states import load_into
+from tests.checkpoint.state.states import load_into
 from thinwire.checkpoint.state.coding import tensors_of
 from thinwire.checkpoint.state.decode import prepare
 from thinwire.checkpoint.state.encode import flatten

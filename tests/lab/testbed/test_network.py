@@ -222,7 +222,7 @@ def test_nothing_is_left_behind(error):
 @needs_namespaces
 def test_killed_launcher_leaves_nothing():
     before = machine_state()
-    code = "import test_network; test_network.hold_network()"
+    code = "from tests.lab.testbed import test_network; test_network.hold_network()"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     launcher = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=environment)
     assert launcher.stdout is not None

@@ -386,3 +386,30 @@ def test_an_interrupt_while_a_job_begins_breaks_the_lane_in_the_turn_of_the_job(
     with pytest.raises(ThinwireError, match="KeyboardInterrupt"):
         lane.submit(lambda lane: lane.check("bucket 2")).wait()
     lane.close()
+
+
+def test_nobody_waits_for_the_end_of_a_group_that_broke() -> None:
+    """Gloo waits there for works, some of which fail at the timeout only; all other ranks had raised by then."""
+    lane, may_end, ended = _alone(), threading.Event(), threading.Event()
+
+    class Group:
+        def shut_down(self) -> None:
+            pass
+
+        def destroy(self) -> None:
+            pass
+
+        def __del__(self) -> None:
+            may_end.wait(PATIENCE)
+            ended.set()
+
+    def exits(lane: Lane) -> None:
+        raise SystemExit(3)
+
+    lane.adopt(Group())  # type: ignore[arg-type]
+    with pytest.raises(ThinwireError, match="SystemExit"):
+        lane.submit(exits).wait()
+    lane.close()
+    assert not ended.is_set()
+    may_end.set()
+    assert ended.wait(PATIENCE)

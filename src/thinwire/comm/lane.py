@@ -408,6 +408,7 @@ class Lane:
         self._sequence = 0
         self.codes_values = False  # whether values of rows travel as their code where it pays; alike on all ranks
         self._broken: Exception | None = None
+        self._ending: list[SimpleFuture[None]] = []  # the ends of its groups, once it is broken
         self._machine: Machine | None = None
         self._is_measured = False
         self._claim = threading.Lock()
@@ -585,6 +586,7 @@ class Lane:
         if self._thread.is_alive():
             self.break_off(f"the process of rank {self.global_rank} exits")
             self._thread.join(seconds)
+        wait(self._ending, seconds)
 
     def break_off(self, reason: str, error: BaseException | None = None) -> None:
         """Stop for good, because this rank cannot do its part in what peers wait for; callable from any thread.
@@ -757,8 +759,8 @@ class Lane:
 
     def _give_up(self, error: BaseException) -> None:
         self.break_off(str(error) if isinstance(error, ThinwireError) else f"{type(error).__name__}: {error}", error)
-        self._release()
         forget_locals(error)
+        self._release()
 
     def _names(self, ranks: Iterable[int]) -> str:
         return ", ".join(str(self.exchange.global_ranks[rank]) for rank in sorted(ranks))
@@ -767,12 +769,17 @@ class Lane:
         return [group for group in (self._own, self._native, *self._adopted) if group is not None]
 
     def _release(self) -> None:
-        """Drop all references of the lane to its groups."""
+        """Drop all references of the lane to its groups.
+
+        Those of a broken lane end on another thread: Gloo waits for works then that may never fail (see `Waits`).
+        """
         self.exchange.close()
-        for group in self._groups():
-            group.destroy()
+        groups = self._groups()
+        _ = [group.destroy() for group in groups]  # no variable holds one of them afterwards
         self._group = self._own = self._native = None
         self._adopted.clear()
+        with suppress(RuntimeError):  # no thread starts while the process exits
+            self._ending += [beside("thinwire-ending", groups.clear)] if groups and self._broken else []
 
     def _claims(self, future: Future[Any]) -> bool:
         """Claim the future of the running job; return whether the caller, and no other thread, is to complete it."""

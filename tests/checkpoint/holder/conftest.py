@@ -21,8 +21,8 @@ def host(tmp_path: Path) -> Iterator[Callable[..., Holder]]:
 
         def start(name: str, **options: Any) -> Holder:
             given = {"timeout_seconds": 2.0, "deadline_seconds": 5.0, "budget_bytes": 200 << 20}
-            given |= {"drain_seconds": 0.0, **options}
-            config = HolderConfig(socket=str(tmp_path / name), secret=SECRET, **given)
+            given |= {"drain_seconds": 0.0, "secret": SECRET, **options}
+            config = HolderConfig(socket=str(tmp_path / name), **given)
             return stack.enter_context(Holder(config))
 
         yield start

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,22 +15,14 @@ from clocks import wait_until
 from strange_holders import NUM_BYTES, SECRET, hello, write
 from thinwire.checkpoint.holder.client import HolderClient
 from thinwire.checkpoint.holder.metrics import prometheus_text
-from thinwire.checkpoint.holder.server import Holder, HolderConfig
+from thinwire.checkpoint.holder.server import Holder
 
 pytestmark = pytest.mark.ranks
 
 
 @pytest.fixture
-def host(tmp_path: Path) -> Iterator[Callable[..., Holder]]:
-    """Start holders in this process, each as on a host of its own."""
-    with contextlib.ExitStack() as stack:
-
-        def start(name: str, **options: Any) -> Holder:
-            given = {"timeout_seconds": 2.0, "deadline_seconds": 2.0, "budget_bytes": 200 << 20, "secret": SECRET}
-            config = HolderConfig(socket=str(tmp_path / name), drain_seconds=0.0, **{**given, **options})
-            return stack.enter_context(Holder(config))
-
-        yield start
+def host(host: Callable[..., Holder]) -> Callable[..., Holder]:
+    return partial(host, secret=SECRET)
 
 
 def ask(address: str, request: bytes) -> tuple[str, str]:

@@ -17,6 +17,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,16 +39,8 @@ pytestmark = pytest.mark.ranks
 
 
 @pytest.fixture
-def host(tmp_path: Path) -> Iterator[Callable[..., Holder]]:
-    """Start holders in this process, each as on a host of its own."""
-    with contextlib.ExitStack() as stack:
-
-        def start(name: str, **options: Any) -> Holder:
-            given = {"timeout_seconds": 2.0, "deadline_seconds": 2.0, "budget_bytes": 200 << 20, "secret": SECRET}
-            config = HolderConfig(socket=str(tmp_path / name), drain_seconds=0.0, **{**given, **options})
-            return stack.enter_context(Holder(config))
-
-        yield start
+def host(host: Callable[..., Holder]) -> Callable[..., Holder]:
+    return partial(host, deadline_seconds=2.0, secret=SECRET)
 
 
 @contextlib.contextmanager

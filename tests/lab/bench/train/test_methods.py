@@ -18,6 +18,7 @@ from thinwire.lab.bench.train.methods import (
     method_of,
     parse,
 )
+from thinwire.lab.doctor.advice import expression, method
 from thinwire.plan.plan import Group, Plan
 from thinwire.sums.named import NAMED
 
@@ -38,6 +39,15 @@ def test_names_that_are_left_out_stay_exact() -> None:
     method = method_of("top_k:leave=words*", get_job("gpt"), steps=100, world_size=2)
     assert not method.compresses("words.weight", matrix)
     assert method.compresses("blocks.0.attention_in.weight", matrix)
+
+
+@pytest.mark.parametrize("text", ["top_k:density=0.5 by two_shot", "diloco:codec=top_k:density=0.5 by two_shot"])
+def test_an_exchange_is_written_as_doctor_and_plan_write_it(text: str) -> None:
+    _, settings = parse(text)
+    codec = settings.get("codec", text)
+    assert method(codec).exchange == "two_shot"
+    assert expression(codec) == 'thinwire.compress.top_k(density=0.5).by("two_shot")'
+    method_of(text, get_job("lstm"), steps=100, world_size=2)
 
 
 @pytest.mark.parametrize(
@@ -70,6 +80,12 @@ def test_names_that_are_left_out_stay_exact() -> None:
         ("diloco:codec=top_k:warm_up=0.1", "codec=top_k has no warm_up: there are rounds"),
         ("shadow_sync:algorithm=adam", "adam"),
         ("shadow_sync:every=32", "'every'"),
+        ("top_k by two_shots", "unknown exchange 'two_shots'.* Did you mean 'two_shot'"),
+        ("top_k:exchange=two_shot", "exchange"),
+        ("zen by two_shot", "zen has no exchange: a compressor has one, as in top_k:density=0.01 by two_shot"),
+        ("plan by two_shot", "plan has no exchange"),
+        ("diloco by two_shot", "diloco has no exchange"),
+        ("diloco:codec=top_k by two_shots", "unknown exchange 'two_shots'"),
         ("ddp:codec=top_k", "ddp has no codec=, which outer loops have: local_sgd, diloco"),
     ],
 )

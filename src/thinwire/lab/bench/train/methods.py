@@ -2,12 +2,12 @@
 
 ``NAME`` has the settings of the table below; ``NAME:density=0.001`` changes some of them. Every method of thinwire
 also accepts ``warm_up``, the share of the steps over which `thinwire.compress.warm_up` leads to it, ``leave``, a
-pattern (`fnmatch`) of names that stay exact, ``exchange``, which averages its payloads, and ``fuse``, a policy around
-it. With ``fuse`` and ``plan`` the model is a plain module, whose gradients can travel in any groups; see
-`thinwire.lab.bench.train.planned`. The name of a scheme, such as "zen", is `thinwire.attach` with that scheme for
-embedding tables; ``zen:dense=lossless`` says how all other gradients travel. Any text of `thinwire.compress.named`
-is a method; "bf16" and "lossless" are others by these names. Outer loops, which are another algorithm, are in
-`thinwire.lab.bench.train.outer`.
+pattern (`fnmatch`) of names that stay exact, and ``fuse``, a policy around it; ``top_k:density=0.001 by two_shot`` is
+its `Compressor.by`, as doctor and plan write it. With ``fuse`` and ``plan`` the model is a plain module, whose
+gradients can travel in any groups; see `thinwire.lab.bench.train.planned`. The name of a scheme, such as "zen", is
+`thinwire.attach` with that scheme for embedding tables; ``zen:dense=lossless`` says how all other gradients travel.
+Any text of `thinwire.compress.named` is a method; "bf16" and "lossless" are others by these names. Outer loops, which
+are another algorithm, are in `thinwire.lab.bench.train.outer`.
 """
 
 import math
@@ -43,7 +43,7 @@ RANK_ORDER, LOSSLESS = "rank_order", "lossless"
 EXACT = "exact"
 """Another name of "thinwire": `thinwire.attach(model)`, as doctor and plan call ways without compression."""
 TORCH_METHODS = (DDP, BF16, POWER_SGD_TORCH, RANK_ORDER)
-_CODEC = "codec"
+_CODEC, _BY = "codec", " by "
 SCHEMES = get_args(SchemeName)
 OUTER_METHODS = tuple(OUTER_SETTINGS)
 """Outer loops: another algorithm than data-parallel training."""
@@ -145,7 +145,7 @@ def method_of(text: str, job: Job | OwnJob, steps: int, world_size: int) -> Meth
         arguments |= setting.of_run(job, steps, world_size)
     arguments |= settings
     warm_up = arguments.pop("warm_up", 0.0)
-    exchange, leave = arguments.pop("exchange", AUTO), str(arguments.pop("leave", ""))
+    exchange, leave = arguments.pop(_BY, AUTO), str(arguments.pop("leave", ""))
     fuse = {key: arguments.pop(key) for key in ("fuse",) if key in arguments}
     compressor = construct(name, arguments)
     rule = _rule(_warmed_up(compressor, round(warm_up * steps)).by(exchange), leave)
@@ -173,10 +173,10 @@ def _outer_method(name: str, settings: dict[str, Any]) -> Method:
     outer = Outer.of(name, settings)
     dense: Dense = NATIVE
     if codec is not None:
-        method, arguments = split(codec)
+        method, arguments = _split(codec)
         setting = SETTINGS.get(method, MethodSetting())
         arguments = {key: value for key, value in setting.arguments.items() if key != "warm_up"} | arguments
-        exchange, leave = arguments.pop("exchange", AUTO), str(arguments.pop("leave", ""))
+        exchange, leave = arguments.pop(_BY, AUTO), str(arguments.pop("leave", ""))
         compressor = codec_of(method, arguments)
         if has_momentum(compressor):
             raise ValueError(f"codec={codec} has momentum, and so has the outer optimizer: take one without")
@@ -206,13 +206,22 @@ def parse(text: str) -> tuple[str, dict[str, Any]]:
     if text == f"{LOSSLESS}:{AUTO}":
         return LOSSLESS, {"dense": AUTO}
     loop, separator, codec = text.partition(CODEC)
-    name, settings = (text, {}) if text in SCHEMES else split(loop)
+    name, settings = (text, {}) if text in SCHEMES else _split(loop)
     legal = (*NAMES, *SCHEMES, *SETTINGS, *CONSTRUCTORS)
     if name not in legal:
         raise unknown("method", name, dict.fromkeys(one for one in legal if ":" not in one))
+    if _BY in settings and name in (*NAMES, *SCHEMES):
+        raise ValueError(f"{name} has no exchange: a compressor has one, as in top_k:density=0.01 by two_shot")
     if separator and name not in OUTER_METHODS:
         raise ValueError(f"{name} has no codec=, which outer loops have: {', '.join(OUTER_METHODS)}")
     return name, settings | ({_CODEC: codec} if separator else {})
+
+
+def _split(text: str) -> tuple[str, dict[str, Any]]:
+    """Return what `split` does, with the exchange of ``NAME by EXCHANGE`` as one more setting."""
+    compressor, by, exchange = text.partition(_BY)
+    name, settings = split(compressor)
+    return name, settings | ({_BY: exchange.strip()} if by else {})
 
 
 def _refuse(name: str, settings: dict[str, Any]) -> None:

@@ -40,7 +40,9 @@ BOUNDED = {"code_lines_library", "code_lines_lab"}
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 MOST_PARAMETERS = 8
 WARM_STEPS, TRACED_STEPS = 8, 6
-STRICT = ("files_of_a_gradient_zen", "files_of_a_gradient_auto", "largest_folder_files", "import_circles",
+AUTO = "files_of_a_gradient_auto"
+"""Few where stock stands, and more where a scheme does, which the machine decides: `--keep` never lowers it."""
+STRICT = ("files_of_a_gradient_zen", AUTO, "largest_folder_files", "import_circles",
           "duplicate_class_names", "longest_function_lines", "most_parameters", "modules_without_a_test")  # fmt: skip
 """Measures that must not grow."""
 IN_NAMES = re.compile(r"(?<![a-z])(?:(?P<place>places?)|(?P<way>ways?))(?![a-z])|^_?(?P<found>found)$", re.I)
@@ -311,9 +313,12 @@ def main() -> int:
     parser.add_argument("--keep", action="store_true", help="write the measures to house.json")
     arguments = parser.parse_args()
     found = measures()
+    known = json.loads(KEPT.read_text()) if KEPT.exists() else {}
     if arguments.keep:
-        KEPT.write_text(json.dumps({name: found[name] for name in STRICT}, indent=2) + "\n")
-    kept = (json.loads(KEPT.read_text()) if KEPT.exists() else {}) | bounds()
+        by_machine = {AUTO: max(known.get(AUTO, 0), found[AUTO])}
+        known = {name: found[name] for name in STRICT} | by_machine
+        KEPT.write_text(json.dumps(known, indent=2) + "\n")
+    kept = known | bounds()
     worse = [f"{name} is {found[name]}, and may be {kept[name]}" for name in kept if found[name] > kept[name]]
     for name, value in found.items():
         print(f"{name}: {value}")

@@ -82,7 +82,8 @@ def test_an_exchange_is_written_as_doctor_and_plan_write_it(text: str) -> None:
         ("shadow_sync:every=32", "'every'"),
         ("top_k by two_shots", "unknown exchange 'two_shots'.* Did you mean 'two_shot'"),
         ("top_k:exchange=two_shot", "exchange"),
-        ("zen by two_shot", "zen has no exchange: a compressor has one, as in top_k:density=0.01 by two_shot"),
+        ("zen by two_shot", "zen has no exchange here: a compressor has one, as in top_k:density=0.01 by two_shot"),
+        ("bf16 by all_gather", "bf16 has no exchange here"),  # the hook of torch, by this name
         ("plan by two_shot", "plan has no exchange"),
         ("diloco by two_shot", "diloco has no exchange"),
         ("diloco:codec=top_k by two_shots", "unknown exchange 'two_shots'"),

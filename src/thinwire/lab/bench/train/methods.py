@@ -211,7 +211,7 @@ def parse(text: str) -> tuple[str, dict[str, Any]]:
     if name not in legal:
         raise unknown("method", name, dict.fromkeys(one for one in legal if ":" not in one))
     if _BY in settings and name in (*NAMES, *SCHEMES):
-        raise ValueError(f"{name} has no exchange: a compressor has one, as in top_k:density=0.01 by two_shot")
+        raise ValueError(f"{name} has no exchange here: a compressor has one, as in top_k:density=0.01 by two_shot")
     if separator and name not in OUTER_METHODS:
         raise ValueError(f"{name} has no codec=, which outer loops have: {', '.join(OUTER_METHODS)}")
     return name, settings | ({_CODEC: codec} if separator else {})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -88,3 +89,43 @@ def of_anchors_that_were_just_stepped(context: RankContext) -> list[str]:
 
 def test_anchors_are_read_behind_the_step_of_a_round_that_goes_on() -> None:
     assert [outcome.value for outcome in run_ranks(of_anchors_that_were_just_stepped, world_size=2)] == [[], []]
+
+
+def of_a_copy_after_a_round_of_no_steps(context: RankContext) -> list[str]:
+    """Copy on the stream of training what the last round, which had nothing to correct, may still be reading."""
+    pace.LEAST_PATIENCE = 60.0
+    pace.RoundPace.wait = lambda self: time.sleep(0.001)  # type: ignore[method-assign]
+    with simulated() as world:
+        model = nn.Linear(8, 5).to("cuda")
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        copied = threading.Event()
+
+        def wait_for_a_round(*_: object) -> None:
+            deadline = time.monotonic() + 60.0
+            while not rounds._is_copy_due and time.monotonic() < deadline:
+                time.sleep(0.001)
+
+        optimizer.register_step_post_hook(wait_for_a_round)  # before that of the rounds
+        sync: Any = thinwire.outer.attach(model, optimizer, thinwire.outer.shadow_sync("bmuf"))
+        rounds: Any = sync._rounds
+        take_copy = rounds._take_copy
+
+        def note_copy() -> None:
+            if threading.current_thread() is threading.main_thread():
+                copied.set()
+            take_copy()
+
+        rounds._take_copy = note_copy
+        model(torch.ones(4, 8, device="cuda")).square().mean().backward()
+        while rounds._copied is None or not rounds._finished:  # a round before the first step
+            time.sleep(0.001)
+        optimizer.step()
+        assert copied.is_set(), "the round that began within the step was to copy at its end"
+        sync.detach()
+        torch.cuda.synchronize()
+        return list(world.races)
+
+
+def test_a_copy_is_written_behind_the_round_that_read_the_last_one() -> None:
+    outcomes = run_ranks(of_a_copy_after_a_round_of_no_steps, world_size=2)
+    assert [outcome.value for outcome in outcomes] == [[], []]

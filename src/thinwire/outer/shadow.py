@@ -375,8 +375,8 @@ class ShadowRounds(Rounds):
 
     def _apply(self) -> None:
         """Add the correction to the parameters; on the thread of training."""
+        _wait(self._landed)  # behind a round that had nothing to correct, too: the next copy overwrites what it reads
         if self._is_waiting:
-            _wait(self._landed)
             self.refusals += self._replaces
             for name, (local, anchor) in self._pairs().items():
                 if local is not anchor:  # as for a buffer that is gone

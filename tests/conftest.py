@@ -13,6 +13,7 @@ import platform
 import random
 from collections.abc import Iterator
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -53,6 +54,14 @@ def loggers_propagate() -> None:
     for logger in logging.Logger.manager.loggerDict.values():
         if isinstance(logger, logging.Logger):
             logger.propagate = True
+
+
+@pytest.fixture(autouse=True, scope="session")
+def processors_suffice() -> None:
+    """What a trial decides does not depend on how busy this machine is, in a worker and the ranks that it forks."""
+    from thinwire.tune import playing
+
+    playing.PRESSURE = Path(os.devnull)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -31,27 +31,14 @@ _sums: WeakKeyDictionary[dist.ProcessGroup, CollectiveSum] = WeakKeyDictionary()
 
 @overload
 def sparse_all_reduce(
-    tensor: Tensor,
-    scheme: Rows = ...,
-    op: Op = ...,
-    process_group: Group = ...,
-    async_op: Literal[False] = ...,
+    tensor: Tensor, scheme: Rows = ..., op: Op = ..., process_group: Group = ..., async_op: Literal[False] = ...
 ) -> Tensor: ...
 @overload
 def sparse_all_reduce(
-    tensor: Tensor,
-    scheme: Rows = ...,
-    op: Op = ...,
-    process_group: Group = ...,
-    *,
-    async_op: Literal[True],
+    tensor: Tensor, scheme: Rows = ..., op: Op = ..., process_group: Group = ..., *, async_op: Literal[True]
 ) -> Future[Tensor]: ...
 def sparse_all_reduce(
-    tensor: Tensor,
-    scheme: Rows = AUTO,
-    op: Op = "sum",
-    process_group: Group = None,
-    async_op: bool = False,
+    tensor: Tensor, scheme: Rows = AUTO, op: Op = "sum", process_group: Group = None, async_op: bool = False
 ) -> Tensor | Future[Tensor]:
     """Sum (or average) a sparse tensor over all ranks of a process group, exactly.
 

@@ -2,6 +2,9 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from time import monotonic
 from typing import Any
 
 from torch.futures import Future
@@ -14,6 +17,8 @@ Agree = Callable[[str, Sequence[float]], Numbers]
 SETUP_SECONDS = 1.5
 """Seconds that the first sum of ours costs a rank: 1.2 s of processor and 150 MB for numba and its kernels, and 0.3 s
 for the measurement of the link."""
+PRESSURE = Path("/proc/pressure/cpu")
+"""Here Linux counts the microseconds for which work waited for a processor of this host, over its busy processors."""
 
 
 class Playing:
@@ -30,6 +35,7 @@ class Playing:
         self.trial = trial
         self._agree, self._what, self._turn = agree, what, turn
         self._since: float | None = None
+        self._stalled = stalled()
         self._unready = 0
         self._playing = "", False
         self._answer: Numbers | None = None
@@ -39,7 +45,7 @@ class Playing:
         """Decide what the next step plays.
 
         Args:
-            waited: seconds for which this rank waited for the network.
+            waited: seconds for which this rank waited for the network, or for a peer that waited for a processor.
         """
         answer, self._answer = self._answer, None
         if answer is None and self._since is not None:
@@ -50,6 +56,7 @@ class Playing:
                 self._since = now
                 return
             if numbers is not None:
+                numbers = self._of_network(*numbers) if self.trial.is_watching else numbers
                 answer = self._agree(f"seconds of steps, {self._what}", numbers)
                 if not isinstance(answer, list):
                     self._answer, answer = answer, None
@@ -66,6 +73,16 @@ class Playing:
             self._playing = playing
             self._turn(*playing)
 
+    def _of_network(self, waited: float, seconds: float) -> list[float]:
+        """Return the numbers of a watch less what ranks waited for processors: a shorter message would not save that.
+
+        On 2 cores steps of 4 ranks on loopback waited half of their time, and work for a core in 70 % of it; over links
+        of 100 Mbit/s they waited 83 %, and work in 18 %, where 77 % were due to the links.
+        """
+        before, self._stalled = self._stalled, stalled()
+        passed, short = (now - then for now, then in zip(self._stalled, before, strict=True))
+        return [max(0.0, waited - seconds * max(0.0, short) / max(passed, 1e-9)), seconds]
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue with the trial of another run, see `Trial.state_dict`."""
         self.trial.load_state_dict(state)
@@ -81,3 +98,10 @@ class Playing:
 def answered(numbers: Numbers) -> list[list[float]]:
     """Return numbers, once they are there."""
     return numbers if isinstance(numbers, list) else numbers.wait()
+
+
+def stalled() -> tuple[float, float]:
+    """Return a time, and for how long work has waited for a processor by then: 0 s where the system does not say."""
+    with suppress(OSError, ValueError, IndexError):
+        return monotonic(), int(PRESSURE.read_text().split("total=")[1].split()[0]) / 1e6
+    return monotonic(), 0.0

@@ -590,12 +590,8 @@ def _decode_chunk(
     segments, planes = (size + SEGMENT_VALUES - 1) // SEGMENT_VALUES, 2 if mode == VARIABLE else 1
     header = start + 12 + 8 * planes
     at = header + 2 * planes * segments
-    if (
-        at > end
-        or mode > VARIABLE
-        or (mode == FIXED and mantissa != 7 and mantissa != 23)
-        or (mode == FIXED_LOW and mantissa != 23)
-    ):
+    fits = mode == VARIABLE or mantissa == 23 or (mode == FIXED and mantissa == 7)
+    if at > end or mode > VARIABLE or not fits:
         return False
     highest, highest_width = _get(data, start + 4, 2), _get(data, start + 6, 2)
     patches, lows = _get(data, start + 8, 2), _get(data, start + 10, 2)
@@ -792,12 +788,8 @@ def _merge_bodies(
 ) -> None:  # fmt: skip
     """Make values of exponents and the bits that travelled, behind which there are others."""
     mantissa, exponent_bits, highest, highest_width = fields
-    one, two, mask, sizes = (
-        np.uint64(1),
-        np.uint64(2),
-        (1 << exponent_bits) - 1,
-        _verbatim_sizes(highest_width, mantissa),
-    )
+    one, two, mask = np.uint64(1), np.uint64(2), (1 << exponent_bits) - 1
+    sizes = _verbatim_sizes(highest_width, mantissa)
     for position in range(words.size):
         index, size = widths[position], sizes[widths[position]]
         body = bodies[position] & ((one << size) - two)

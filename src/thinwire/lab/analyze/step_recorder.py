@@ -99,10 +99,7 @@ class StepRecorder(ScriptWatcher):
         self.finished = True
         measured = finish(self._lane, self._watch, self._trained, self._tables, self.how, self._on_stage)
         site = replace(
-            self._site,
-            buckets=tuple(self._hook.buckets),
-            others=self.num_models - 1,
-            left_out=tuple(self._left_out),
+            self._site, buckets=tuple(self._hook.buckets), others=self.num_models - 1, left_out=tuple(self._left_out)
         )
         self.measurement = replace(measured, ddp=site)
 

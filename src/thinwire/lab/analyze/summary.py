@@ -101,10 +101,7 @@ class Analysis:
             "totals": [asdict(total) for total in self.totals],
             "parameters": [_sparse_json(table) for table in self.sparse],
             "others": [
-                {
-                    **asdict(table),
-                    "density_mean": float(self.recording.densities[table.name].mean()),
-                }
+                {**asdict(table), "density_mean": float(self.recording.densities[table.name].mean())}
                 for table in self.others
             ],
         }

@@ -268,10 +268,7 @@ class StepClock:
     """
 
     def __init__(
-        self,
-        slowest: Callable[[float], float],
-        on_enough: Callable[[], object] = sys.exit,
-        synchronizations: int = 1,
+        self, slowest: Callable[[float], float], on_enough: Callable[[], object] = sys.exit, synchronizations: int = 1
     ) -> None:
         self.moments: list[float] = []
         self.warm = WARM_STEPS

@@ -105,9 +105,7 @@ def run(benchmark: SyncBenchmark, on_progress: Callable[[str], None]) -> dict[st
 
 
 def run_sizes(
-    benchmark: SyncBenchmark,
-    sizes: Sequence[int],
-    run_one: Callable[[SyncBenchmark], dict[str, Any]],
+    benchmark: SyncBenchmark, sizes: Sequence[int], run_one: Callable[[SyncBenchmark], dict[str, Any]]
 ) -> dict[str, Any]:
     """Run the benchmark for dense gradients of about these sizes in bytes, and return the rows of all."""
     results = [run_one(benchmark.of_size(size)) for size in sizes]

@@ -96,12 +96,7 @@ class HostsBenchmark:
 
     def environment(self, seed: int) -> dict[str, Any]:
         """Return the conditions of the run, for its JSON."""
-        return {
-            **conditions(self.hosts, self.link),
-            "repeat": self.repeat,
-            "warm_up": self.warm_up,
-            "seed": seed,
-        }
+        return {**conditions(self.hosts, self.link), "repeat": self.repeat, "warm_up": self.warm_up, "seed": seed}
 
     def measure(
         self, function: Callable[..., Any], *args: Any, on_progress: Callable[[str], None], kernels: Any = None

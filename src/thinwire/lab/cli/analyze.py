@@ -26,9 +26,7 @@ app = typer.Typer(add_completion=False)
 @app.command(cls=ScriptCommand)
 def analyze(
     command: list[str] = typer.Argument(
-        None,
-        metavar="[SCRIPT.py|-m MODULE [ARGS]...]",
-        help="A script or module with a DDP model, and its arguments.",
+        None, metavar="[SCRIPT.py|-m MODULE [ARGS]...]", help="A script or module with a DDP model, and its arguments."
     ),
     example: str = typer.Option(None, help=f"A built-in script instead: {DEFAULT_MODEL} (the default)."),
     ranks: int = option("--ranks", 4, min=2),

@@ -65,11 +65,7 @@ def doctor(
     ranks: int = option("--ranks", 4, min=2),
     hosts: int = option("--hosts", None, " of a job; 8 by default", min=1),
     ranks_per_host: int = option("--ranks-per-host", 1, "; for a job", min=1),
-    link: str = option(
-        "--link",
-        None,
-        "; by default loopback for a script, and 100mbit for a job",
-    ),
+    link: str = option("--link", None, "; by default loopback for a script, and 100mbit for a job"),
     compress: str = option("--compress", COMPRESSORS),
     dense: str = option("--dense", "auto", "; lossless sums are tried where they may pay, or if asked for"),
     steps: int = option("--steps", 9, " to time; then a script is ended", min=1),

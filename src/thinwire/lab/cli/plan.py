@@ -52,8 +52,7 @@ def make(
     link: str = option("--link", None, "; none for loopback"),
     compress: str = option("--compress", COMPRESSORS),
     search: str = typer.Option(
-        "espresso",
-        help="What is compressed: decided for each gradient (espresso), or for all of a job alike (groups).",
+        "espresso", help="What is compressed: decided for each gradient (espresso), or for all of a job alike (groups)."
     ),
     dense: str = option("--dense", "auto", "; auto takes lossless sums where they pay"),
     steps: int = option("--steps", 9, " to time", min=1),
@@ -95,10 +94,7 @@ def make(
 
 
 @app.command(cls=Command, epilog="Example: thinwire plan show plan.json")
-def show(
-    path: Path = typer.Argument(..., metavar="FILE", help="A plan."),
-    json_path: Path = option("--json"),
-) -> None:
+def show(path: Path = typer.Argument(..., metavar="FILE", help="A plan."), json_path: Path = option("--json")) -> None:
     """Say what a plan does, and why."""
     from thinwire.plan.plan import Plan
 

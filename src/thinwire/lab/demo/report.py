@@ -81,11 +81,7 @@ def write_picture(comparisons: Sequence[Comparison], path: Path) -> None:
 def environment() -> dict[str, str]:
     """Return versions, date, machine and command, as entries of the JSON."""
     origin = Origin.of_this_process()
-    return {
-        **versions(),
-        "machine": origin.machine,
-        "command": origin.command,
-    }
+    return {**versions(), "machine": origin.machine, "command": origin.command}
 
 
 def _draw_steps(axes: "Axes", comparison: Comparison) -> None:

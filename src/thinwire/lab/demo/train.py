@@ -233,12 +233,7 @@ class DemoTraining:
 
 
 def timed_step(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    words: Tensor,
-    sampler: LogUniform,
-    seed: int,
-    step: int,
+    model: nn.Module, optimizer: torch.optim.Optimizer, words: Tensor, sampler: LogUniform, seed: int, step: int
 ) -> dict[str, float]:
     """Make one training step and return the seconds of its parts; synchronization happens inside backward."""
     start = time.perf_counter()

@@ -76,10 +76,7 @@ def run_ranks(
     payload = _pickle_call(function, args)
     kernels = None if kernels is None else tuple(kernels)
     compile_ahead(kernels)
-    with (
-        tempfile.TemporaryDirectory(prefix="thinwire-ranks-") as directory,
-        contextlib.ExitStack() as cleanup,
-    ):
+    with tempfile.TemporaryDirectory(prefix="thinwire-ranks-") as directory, contextlib.ExitStack() as cleanup:
         ranks = []
         settings = directory, timeout_seconds, init_process_group
         if world_size is None:

@@ -7,14 +7,7 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 
 from thinwire.checkpoint.state.encode import flatten
-from thinwire.lab.bench.checkpoint.methods import (
-    THINWIRE,
-    Call,
-    CheckpointMethod,
-    Destination,
-    InPeers,
-    cpu_seconds,
-)
+from thinwire.lab.bench.checkpoint.methods import THINWIRE, Call, CheckpointMethod, Destination, InPeers, cpu_seconds
 from thinwire.lab.bench.checkpoint.rivals import make
 from thinwire.lab.bench.checkpoint.work import Trainer, TrainingWork
 from thinwire.lab.bench.jobs.job import Data

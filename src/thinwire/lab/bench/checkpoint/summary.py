@@ -3,18 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-COLUMNS = (
-    "method",
-    "s/step",
-    "ratio",
-    "blocked",
-    "wasted",
-    "killed",
-    "host",
-    "link",
-    "lost",
-    "equal",
-)
+COLUMNS = ("method", "s/step", "ratio", "blocked", "wasted", "killed", "host", "link", "lost", "equal")
 CAPTION = (
     "s/step: median iteration; ratio: to none, paired by turns; blocked: ms that training stands still for one; wasted:"
     " seconds, by a failure, on average; killed: seconds until ready after all trainers died; host: after a host was"

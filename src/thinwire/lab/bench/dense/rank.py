@@ -63,11 +63,7 @@ class DenseRank:
 
 
 def measure(
-    context: RankContext,
-    workload: DenseWorkload,
-    data: Data | None,
-    methods: tuple[str, ...],
-    turns: Turns,
+    context: RankContext, workload: DenseWorkload, data: Data | None, methods: tuple[str, ...], turns: Turns
 ) -> DenseRank:
     """Record gradients, run each method in turns, interleaved, and return what was measured."""
     turns.share_hosts(context)

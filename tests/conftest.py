@@ -13,7 +13,6 @@ import platform
 import random
 from collections.abc import Iterator
 from importlib.metadata import version
-from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -22,6 +21,7 @@ pytest_plugins = [f"tests.common.plugins.{name}" for name in ("durations", "fail
 os.environ.setdefault("PYTHONFAULTHANDLER", "1")  # what tests start says where it crashed: ranks, holders, commands
 # Tables travel as rows from the first step on, and not only once that is known to pay; but where a test says otherwise.
 os.environ.setdefault("THINWIRE_ROUTE", "rows")
+os.environ.setdefault("THINWIRE_PRESSURE", os.devnull)  # no decision depends on how busy this machine is
 
 # Nightly there are more of them: see the Makefile.
 EXAMPLES = int(os.environ.get("THINWIRE_EXAMPLES", "100"))
@@ -54,14 +54,6 @@ def loggers_propagate() -> None:
     for logger in logging.Logger.manager.loggerDict.values():
         if isinstance(logger, logging.Logger):
             logger.propagate = True
-
-
-@pytest.fixture(autouse=True, scope="session")
-def processors_suffice() -> None:
-    """What a trial decides does not depend on how busy this machine is, in a worker and the ranks that it forks."""
-    from thinwire.tune import playing
-
-    playing.PRESSURE = Path(os.devnull)
 
 
 @pytest.fixture(autouse=True, scope="session")

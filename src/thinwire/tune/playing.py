@@ -1,5 +1,6 @@
 """Play the arms of a trial in the steps of a training: time them, gather their seconds, and turn to the next arm."""
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -17,7 +18,7 @@ Agree = Callable[[str, Sequence[float]], Numbers]
 SETUP_SECONDS = 1.5
 """Seconds that the first sum of ours costs a rank: 1.2 s of processor and 150 MB for numba and its kernels, and 0.3 s
 for the measurement of the link."""
-PRESSURE = Path("/proc/pressure/cpu")
+PRESSURE = Path(os.environ.get("THINWIRE_PRESSURE", "/proc/pressure/cpu"))
 """Here Linux counts the microseconds for which work waited for a processor of this host, over its busy processors."""
 
 

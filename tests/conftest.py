@@ -21,7 +21,7 @@ pytest_plugins = [f"tests.common.plugins.{name}" for name in ("durations", "fail
 os.environ.setdefault("PYTHONFAULTHANDLER", "1")  # what tests start says where it crashed: ranks, holders, commands
 # Tables travel as rows from the first step on, and not only once that is known to pay; but where a test says otherwise.
 os.environ.setdefault("THINWIRE_ROUTE", "rows")
-os.environ.setdefault("THINWIRE_PRESSURE", os.devnull)  # no decision depends on how busy this machine is
+os.environ.setdefault("THINWIRE_RUN_DELAY", "0")  # no decision depends on how busy this machine is
 
 # Nightly there are more of them: see the Makefile.
 EXAMPLES = int(os.environ.get("THINWIRE_EXAMPLES", "100"))

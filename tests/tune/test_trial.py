@@ -305,7 +305,7 @@ def test_a_rank_that_waits_for_a_slow_one_is_no_proof_of_a_slow_network() -> Non
     for _ in range(100):
         mine = trial.note(1.0, 0.9)
         if mine is not None:
-            trial.learn([mine, [0.0, mine[1]]])
+            trial.learn([mine, [0.0, *mine[1:]]])
     assert trial.is_watching
     assert trial.explain() == "stock: steps wait 0.0% of their time for the network"
 

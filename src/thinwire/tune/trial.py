@@ -117,7 +117,7 @@ class Trial:
         self.is_idle = False  # whether the last step changed nothing but these numbers
         self._then = ""  # name of the method that goes on after them
         self._waited = self._seconds = 0.0
-        self._totals = (0.0, 0.0)
+        self._totals = (0.0, 0.0, 0.0)
         self._why = f"{self.arms[0]}: no other was tried yet"
         self._go_on()
 
@@ -158,6 +158,9 @@ class Trial:
     def note(self, seconds: float, waited: float = 0.0, is_typical: bool = True) -> list[float] | None:
         """Note a step; return the numbers that all ranks must gather now, or None.
 
+        Of a watch these are seconds for which steps waited, all of their seconds, and those for which they waited for
+        processors, of which `Playing` knows.
+
         Args:
             seconds: what it took on this rank.
             waited: how much of that this rank waited for the network.
@@ -177,7 +180,7 @@ class Trial:
         if self._left > 0:
             return None
         if self._then == "_watch":
-            return [self._waited, self._seconds]
+            return [self._waited, self._seconds, 0.0]
         getattr(self, self._then)()
         return None
 
@@ -185,7 +188,8 @@ class Trial:
         """Decide by the numbers of all ranks, see `note`."""
         columns = list(zip(*numbers, strict=True))
         if not self._block:
-            self._totals = tuple(total + min(column) for total, column in zip(self._totals, columns, strict=True))
+            least = min(columns[0]), min(columns[1]), max(columns[2])
+            self._totals = tuple(total + one for total, one in zip(self._totals, least, strict=True))
             self._watch()
             return
         slowest = [max(map(abs, column)) for column in columns]
@@ -278,10 +282,11 @@ class Trial:
 
     def _watch(self) -> None:
         """Begin tests if the steps of stock have waited for long enough."""
-        waited, seconds = self._totals
+        waited, seconds, delayed = self._totals
         is_cheap = self._setup_seconds * self.steps <= FIRST_SHARE * FIRST_STEPS * seconds
         if RENT * waited < self._setup_seconds or waited < self._gain * seconds:
             self._why = f"{self.arms[0]}: steps wait {waited / max(seconds, 1e-9):.1%} of their time for the network"
+            self._why += f", and {delayed / seconds:.1%} for processors" if delayed else ""
         elif not is_cheap and self.steps < FIRST_STEPS:
             self._why = f"{self.arms[0]}: no other is tried in the first {FIRST_STEPS} steps, which are short"
         else:

@@ -82,6 +82,22 @@ def test_the_step_in_which_a_state_is_loaded_counts_for_nothing(monkeypatch: pyt
     assert played.trial.state_dict() == state, "neither a step nor regret"
 
 
+def test_an_answer_that_is_under_way_is_not_learned_over_a_loaded_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(playing.time, "perf_counter", lambda: clock[0])
+    lane: Any = Ranks()
+    played = Playing(lane.ask, "sums", Trial(["stock", "ours"]), lambda arm, stands: None)
+    while not lane.late:
+        played.finish_step()
+        clock[0] += 1.0
+    state = {**played.trial.state_dict(), "standing": "ours", "left": 5}
+    played.load_state_dict(state)
+    answer, numbers = lane.late[-1]
+    answer.set_result(numbers)
+    played.finish_step()
+    assert played.trial.state_dict() == state
+
+
 class Host:
     """Steps of a second that wait half of it, where threads are delayed for a share of the time."""
 
@@ -165,7 +181,7 @@ def seconds_of(threads: list[int]) -> float:
 
 @pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="not Linux, or built without it")
 def test_delays_are_those_of_the_caller_and_of_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(playing.SETTING, raising=False)
+    monkeypatch.delenv(playing.RUN_DELAY_VARIABLE, raising=False)
     over, named = threading.Event(), threading.Event()
 
     def sends() -> None:
@@ -193,10 +209,10 @@ def test_delays_are_those_of_the_caller_and_of_gloo(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("lacking", ["the system's numbers", "the user's consent"])
 def test_delays_may_be_unknown(lacking: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if lacking == "the system's numbers":
-        monkeypatch.delenv(playing.SETTING, raising=False)
+        monkeypatch.delenv(playing.RUN_DELAY_VARIABLE, raising=False)
         monkeypatch.setattr(playing, "Path", lambda path: Path("/nowhere") / path.lstrip("/"))
     else:
-        monkeypatch.setenv(playing.SETTING, "0")
+        monkeypatch.setenv(playing.RUN_DELAY_VARIABLE, "0")
     now, delayed = run_delay()
     assert isnan(delayed)
     assert now <= time.monotonic()

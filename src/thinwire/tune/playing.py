@@ -20,7 +20,7 @@ Agree = Callable[[str, Sequence[float]], Numbers]
 SETUP_SECONDS = 1.5
 """Seconds that the first sum of ours costs a rank: 1.2 s of processor and 150 MB for numba and its kernels, and 0.3 s
 for the measurement of the link."""
-SETTING = "THINWIRE_RUN_DELAY"
+RUN_DELAY_VARIABLE = "THINWIRE_RUN_DELAY"
 """The variable that leaves delays out of account where it is 0."""
 
 
@@ -111,7 +111,7 @@ def run_delay() -> tuple[float, float]:
     These are the caller's and Gloo's. Others compute, beside a thread that is the caller's.
     """
     with suppress(OSError, ValueError, IndexError):
-        if os.environ.get(SETTING) != "0":
+        if os.environ.get(RUN_DELAY_VARIABLE) != "0":
             mine, threads = str(get_native_id()), Path("/proc/self/task").iterdir()
             busy = [one for one in threads if one.name == mine or "gloo" in (one / "comm").read_text()]
             return monotonic(), sum(int((one / "schedstat").read_text().split()[1]) for one in busy) / 1e9

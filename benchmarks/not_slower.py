@@ -63,7 +63,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from thinwire.lab.demo.model import LanguageModel, LogUniform, ModelConfig
-from thinwire.lab.testbed.launch import leave_kernels_to_ranks, preload, values_of_ranks
+from thinwire.lab.testbed.launch import RanksFailed, leave_kernels_to_ranks, preload, values_of_ranks
 from thinwire.lab.testbed.network import Link, emulated
 from thinwire.lab.testbed.rank import RankContext
 from thinwire.tune import playing
@@ -510,7 +510,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows: list[dict[str, Any]] = []
     combinations = itertools.product(options.ranks.split(","), options.links.split(","), options.jobs.split(","))
     for ranks, link, name in combinations:
-        rows.append(row := measured(name, Link.parse(link), int(ranks), options))
+        repeats = 0
+        while True:
+            try:
+                row = measured(name, Link.parse(link), int(ranks), options) | {"repeats": repeats}
+                break
+            except RanksFailed as failure:  # such as torch's crash of sparse sums, docs/internals/torch.md
+                repeats += 1
+                print(f"{name} {link} {ranks} ranks, to be repeated: {failure}", flush=True)
+                if repeats > 2:
+                    raise
+        rows.append(row)
         print(
             f"{name:17} {link:>7} {ranks} ranks  stock {1e3 * row['stock_seconds']:6.1f} ms, {row['rounds']} rounds "
             + "; ".join(f"{key.removesuffix('_ratio')} {spread(row[key])}" for key in RATIOS)

@@ -199,6 +199,20 @@ def _decides(context: RankContext, seconds: dict[bool, float], hosts: int) -> tu
         return played, equal, backend.stats()["all_reduce"]["reason"]
 
 
+def _watched(context: RankContext) -> str:
+    os.environ["THINWIRE_HOST"] = str(context.rank)
+    begin(context, backend.Options(least_bytes=1000))
+    for _ in range(60):
+        dist.all_reduce(torch.ones(3000))
+    return backend.stats()["all_reduce"]["reason"]
+
+
+def test_counts_say_what_a_watch_has_seen_so_far() -> None:
+    """And not for ever that nothing was tried yet."""
+    for outcome in run_ranks(_watched, world_size=2, init_process_group=False):
+        assert outcome.value.startswith("native: steps wait ")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("coded", "hosts", "reason"),

@@ -343,7 +343,7 @@ class ThinwireGroup(dist.ProcessGroup):
             self._beginning = self._begin_lane()  # nothing waits for it before the next step
             weakref.finalize(self, wait, [self._beginning], 1.0)
         count = self._count(name, num_bytes, LOSSLESS if choice.codes else NATIVE)
-        count.reason = choice.reason
+        count.reason = choice.trial.explain()
         return count
 
     # --- how it is run
@@ -463,7 +463,7 @@ class _Choice:
     """
 
     def __init__(self, what: str, agree: Agree) -> None:
-        self.codes, self.reason = False, ""
+        self.codes = False
         self._what, self._agree = what, agree
         self._steps = CallSteps()
         self.length = 0  # of the steps that are being timed, in calls
@@ -519,7 +519,7 @@ class _Choice:
         if self.codes != (arm == LOSSLESS) and dist.is_initialized() and dist.get_rank() == 0:
             text = "%s: dense=%s from this step on; %s='dense=%s' pins it and so the order in which sums are added"
             logging.getLogger("thinwire").info(text, self._what, arm, VARIABLE, arm)
-        self.codes, self.reason = arm == LOSSLESS, self.trial.explain()
+        self.codes = arm == LOSSLESS
 
 
 def _agreed(made: c10d.BackEndOptions, settings: Options) -> str:

@@ -279,6 +279,10 @@ class Synchronizer(Attached):
                 for name, how in exact.items()
                 if not (name in records or name in self._tables)
             }
+        choice, is_local = self._steps.decisions.choice, len(set(self._lane.exchange.hosts)) == 1
+        watched = choice.trial.explain() if choice is not None and choice.trial.is_watching else ""
+        if OTHERS in records and self._methods.has(AUTO) and (is_local or watched):
+            records[OTHERS].reason = "all ranks are on one host" if is_local else watched
         return [record.row() for record in records.values()]
 
     @property

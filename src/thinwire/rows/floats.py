@@ -96,10 +96,9 @@ def decode(message: Tensor, out: Tensor) -> None:
     if message.numel() == out.nbytes:
         out.detach().view(-1).view(torch.uint8).copy_(message)
         return
-    if not out.is_cuda:
+    if not (out.is_cuda or is_compiled()):
         require("a code of floats that arrived or was stored")
-        if not is_compiled():
-            kernels.warm_up()
+        kernels.warm_up()
     values = out.detach() if out.data_ptr() % out.element_size() == 0 else torch.empty_like(out)  # else unaligned
     if not kernels.decode_floats(message.to(out.device) if out.is_cuda else message, values):
         raise CorruptMessageError(f"{message.numel()} bytes are no code of {out.numel()} values of {out.dtype}")

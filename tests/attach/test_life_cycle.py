@@ -696,7 +696,7 @@ def _file_each(context: RankContext, shared: Path) -> None:
     content = torch.load(own / name, weights_only=True)
     if context.rank == 2:
         torch.save({**content, "mark": 1}, own / name)
-    refused(own, "rank 2: thinwire-00002.pt in .* is of another checkpoint than the file of rank 0")
+    refused(own, "rank 2: thinwire-00002.pt in .* is of another checkpoint than the file of rank 0: copy it")
     if context.rank == 2:
         content["state"]["compress"]["methods"] = {"0.weight": "another method"}
         torch.save(content, own / name)
@@ -739,13 +739,25 @@ def _another_number(context: RankContext, shared: Path) -> None:
     assert attachment.stats()["comm/steps"] == 1
     with pytest.raises(ValueError, match="3 ranks saved this checkpoint, and there are 2 now: rank 0 needs thinwire-"):
         attachment.load(shared / "0" if context.rank == 0 else None)
+    attachment.save(shared / "all")
+    attachment.detach()
+
+
+def _the_first_number(context: RankContext, shared: Path) -> None:
+    attachment, _ = _attached(context)
+    attachment.load(shared / "all")
+    assert attachment.stats()["comm/steps"] == 1
     attachment.detach()
 
 
 @pytest.mark.slow
 def test_each_rank_reads_the_file_that_it_wrote(tmp_path: Path) -> None:
     run_ranks(_file_each, tmp_path, world_size=3, timeout_seconds=60)
+    (tmp_path / "all" / "thinwire-00002-1.pt").touch()  # of another part of the model
     run_ranks(_another_number, tmp_path, world_size=2, timeout_seconds=60)
+    left = sorted(path.name for path in (tmp_path / "all").iterdir())
+    assert left == ["thinwire-00000.pt", "thinwire-00001.pt", "thinwire-00002-1.pt"], "no rank 2 has saved this one"
+    run_ranks(_the_first_number, tmp_path, world_size=3, timeout_seconds=60)
 
 
 _seen: list[int] = []

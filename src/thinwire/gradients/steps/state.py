@@ -49,8 +49,7 @@ class Gathered:
         Raises:
             ThinwireError: a rank could not make its state; on all ranks.
         """
-        mine = self._together("packing states", lambda: packed(self._save()), ThinwireError)
-        received = self._swapped([mine])
+        received = self._swapped([self._together("packing states", lambda: packed(self._save()), ThinwireError)])
         return {"ranks": received if self._lane.rank == 0 else []}
 
     def of_rank_0(self, state: dict[str, Any]) -> dict[str, Any]:
@@ -83,7 +82,7 @@ class Gathered:
         """Write the state of each rank to a file of its own, such as ``thinwire-00003.pt``. All ranks call it.
 
         No state is sent, and the files of all ranks are complete when it returns. Ranks may share the folder, or have
-        disks of their own.
+        disks of their own. Files that more ranks have left in the folder are removed.
 
         Raises:
             ThinwireError: a rank could not write its file; on all ranks.
@@ -97,6 +96,9 @@ class Gathered:
             path.parent.mkdir(parents=True, exist_ok=True)
             torch.save(content, unfinished)
             unfinished.replace(path)
+            for other in path.parent.glob(f"thinwire-{5 * '[0-9]'}{path.name[len('thinwire-00000') :]}"):
+                if other.name > file_name(self._lane.world_size - 1, self._number):  # left by more ranks than these
+                    other.unlink(missing_ok=True)
         except Exception as failure:  # torch raises RuntimeError on a full disk; others wait for this rank's word
             error = f"cannot write {path}: {failure}"
             with suppress(OSError):
@@ -126,17 +128,16 @@ class Gathered:
         gathered = self._gather("checkpoints that ranks have", own)
         there = [one for one in gathered if one is not None]
         saved_by, mark = there[0] if there else (0, 0)
+        advice = "copy it from the node that wrote it, or delete thinwire-*.pt on all nodes to go on without them"
         if own is None and saved_by == world_size and not error:
             error = (
                 f"no {file_name(rank, self._number)} in {folder or 'a folder of this checkpoint'}, and {len(there)} of"
-                f" {world_size} ranks have theirs: copy it from the node where it was written, or delete thinwire-*.pt"
-                " on all nodes to go on without these states"
+                f" {world_size} ranks have theirs: {advice}"
             )
         elif own is not None and own != [saved_by, mark]:
-            other = gathered.index(there[0])
             error = (
                 f"{file_name(rank, self._number)} in {folder} is of another checkpoint than the file of rank"
-                f" {self._global_ranks[other]}"
+                f" {self._global_ranks[gathered.index(there[0])]}: {advice}"
             )
         self._raise_first("reading states", error, ValueError)
         if not there:
@@ -281,8 +282,7 @@ def packed(state: dict[str, Any]) -> Tensor:
 
 def unpacked(state: Tensor) -> dict[str, Any]:
     """Return the state of `packed`, which may come from elsewhere: numbers, texts and tensors, on the host."""
-    file = io.BytesIO(state.cpu().numpy().tobytes())
-    content: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
+    content: dict[str, Any] = torch.load(io.BytesIO(bytes(state.cpu().numpy())), map_location="cpu", weights_only=True)
     return content
 
 

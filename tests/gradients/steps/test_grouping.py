@@ -54,6 +54,9 @@ def test_groups_stay_unless_a_step_is_much_longer_with_them() -> None:
     candidates = [Fixed("alone", ALONE), Fixed("one", ONE)]
     assert iteration_seconds(PROFILE, PAIRS) == iteration_seconds(PROFILE, ALONE)
     assert regrouped(MEASURED, PROFILE, candidates, PAIRS) == (PAIRS, "what it was")
+    little = replace(PROFILE, communicate=Linear(1e-3, 1e-7))  # 0.1 ms a gradient
+    assert iteration_seconds(little, ALONE) < iteration_seconds(little, ONE) < WORTH * iteration_seconds(little, ALONE)
+    assert regrouped(MEASURED, little, candidates[:1] * 2, ONE) == (ONE, "what it was")
     slower = replace(PROFILE, communicate=Linear(1e-3, 1e-5))  # 10 ms a gradient
     assert iteration_seconds(slower, ONE) > WORTH * iteration_seconds(slower, ALONE)
     assert regrouped(MEASURED, slower, candidates, ONE) == (ALONE, "alone")

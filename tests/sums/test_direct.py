@@ -41,6 +41,7 @@ def test_a_piece_comes_back_as_it_is_said_to_be_sent(case: tuple[SparseRows, For
     def run(exchange: LoopbackExchange) -> object:
         channel = channel_of(exchange)
         made = direct.draft(choice, whole, rows, channel, (rows.ids, rows.values))
+        assert (made.count, made.held) == (rows.ids.numel(), rows.ids.numel())
         assert made.payload.numel() <= direct.limit(rows, whole)
         (message,) = channel.seal(Kind.GATHER, [made])
         return direct.decode(message, whole, rows, channel), direct.as_sent(choice, whole, (rows.ids, rows.values))

@@ -33,6 +33,10 @@ def test_a_rank_of_a_job_has_both_numbers(monkeypatch: pytest.MonkeyPatch) -> No
     assert is_first_rank(), "who is alone is the first"
     monkeypatch.setenv("RANK", "0")
     assert not is_in_job(), "some shells have a RANK"
+    monkeypatch.delenv("RANK")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert not is_in_job()
+    monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert is_in_job()
     assert is_first_rank()

@@ -35,11 +35,11 @@ IN_EVERY_RUN = {
     "a failure is heard by all": [
         "tests/comm/test_failures.py::test_an_exception_in_backward_of_one_rank_reaches_all[ddp-",
         "tests/comm/test_failures.py::test_an_exception_in_backward_of_one_rank_reaches_all[plain-",
-        "tests/comm/test_named_failures.py::test_a_living_rank_that_fails_is_named_by_all_others_at_once",
+        "tests/comm/failing/test_named_failures.py::test_a_living_rank_that_fails_is_named_by_all_others_at_once",
         "tests/test_all_reduce.py::test_what_one_rank_does_wrong_every_rank_is_told[",
     ],
     "kill -9 of a rank": [
-        "tests/comm/test_named_failures.py::test_a_rank_that_dies_is_named_by_all_others[tables-killed-",
+        "tests/comm/failing/test_named_failures.py::test_a_rank_that_dies_is_named_by_all_others[tables-killed-",
         "tests/reproducible/test_steps.py::test_a_killed_rank_leaves_its_share_to_the_others",
     ],
     "kill -9 of a holder": ["tests/checkpoint/test_checkpointer.py::test_a_killed_holder_does_not_stop_training"],

@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 from torch.distributed import _compute_bucket_assignment_by_size
 
 from clocks import calls_of
-from references.branch_and_bound import branch_and_bound
+from tests.plan.profiles import random_profile
 from thinwire import compress, fuse
 from thinwire.plan import Groups, Linear, Profile, check_groups, iteration_seconds
 from thinwire.plan.policy import POLICIES, Policy, _covering_groups, groups_ending_at
-from thinwire.plan.search import search
 
 FREE = Linear(0.0, 0.0)
 OTHERS: tuple[Policy, ...] = (
@@ -34,95 +33,6 @@ OTHERS: tuple[Policy, ...] = (
     fuse.safusion(align=False, adapt=False, mb=0.01),
     fuse.safusion(adapt=False, mb=0.01),
 )
-
-
-def random_profile(seed: int, count: int | None = None, most: int = 12) -> Profile:
-    """Any kind: even, skewed or sorted tensors, zeros among them; costs from nothing to a hundred times backward."""
-    random = np.random.default_rng(seed)
-    count = count or int(random.integers(1, most + 1))
-    backward = [
-        np.full(count, 1.0),
-        random.random(count),
-        random.lognormal(0, 1.5, count),
-        np.sort(random.random(count)),
-    ][seed % 4]
-    sizes = [
-        np.full(count, 40_000),
-        random.integers(1, 400_000, count),
-        4 * np.exp(random.normal(9, 2.5, count)).astype(int),
-        random.choice([1024, 8192, 2**20, 2**22], count),
-    ][(seed // 4) % 4]
-    if seed % 5 == 0:
-        backward, sizes = backward * (random.random(count) < 0.6), sizes * (random.random(count) < 0.6)
-    costs = [random_cost(random, float(backward.sum()), sizes) for _ in range(3)]
-    return Profile(backward, sizes, *costs)
-
-
-def random_cost(random: np.random.Generator, backward: float, sizes: np.ndarray) -> Linear:
-    """From 1/1000 to 10 times backward for all bytes; launches of all tensors from 1/1000 to 100 times that."""
-    moved = max(backward, 0.1) * 10 ** random.uniform(-3, 1)
-    launches = moved * 10 ** random.uniform(-3, 2)
-    alpha, beta = launches / len(sizes), moved / max(int(sizes.sum()), 1)
-    return Linear(alpha * (random.random() > 0.15), beta * (random.random() > 0.1))
-
-
-def least_seconds(profile: Profile) -> float:
-    """Of all groupings: nothing is left out, and nothing is clever."""
-    ready, ends, count = profile.ready_seconds, profile.end_bytes, profile.num_tensors
-    least = float("inf")
-
-    def explore(start: int, delay: float, channel: float, sent: tuple[tuple[float, float], ...]) -> None:
-        nonlocal least
-        for end in range(start + 1, count + 1):
-            size = ends[end] - ends[start]
-            after = delay + profile.compress(size)
-            arrival = max(channel, ready[end] + after) + profile.communicate(size)
-            now = (*sent, (arrival, profile.decompress(size)))
-            if end < count:
-                explore(end, after, arrival, now)
-                continue
-            clock = ready[end] + after
-            for arrived, seconds in now:
-                clock = max(clock, arrived) + seconds
-            least = min(least, clock)
-
-    explore(0, 0.0, 0.0, ())
-    return least
-
-
-def near(expected: float) -> object:
-    return pytest.approx(expected, rel=1e-9, abs=1e-15)
-
-
-@pytest.mark.slow
-def test_cupcake_is_as_good_as_any_grouping() -> None:
-    for seed in range(400):
-        profile = random_profile(seed)
-        groups = fuse.cupcake().groups(profile)
-        check_groups(profile, groups)
-        assert iteration_seconds(profile, groups) == near(least_seconds(profile)), seed
-
-
-def test_the_papers_search_finds_the_same() -> None:
-    """Also beyond brute force, up to 16 tensors."""
-    for seed in range(100):
-        profile = random_profile(seed, most=16)
-        expected = iteration_seconds(profile, fuse.cupcake().groups(profile))
-        assert iteration_seconds(profile, branch_and_bound(profile)) == near(expected), seed
-
-
-def test_a_search_that_drops_states_may_miss_the_best() -> None:
-    missed = 0
-    for seed in range(150):
-        profile = random_profile(seed, count=9)
-        one = iteration_seconds(profile, fuse.one_bucket().groups(profile)) * (1 + 1e-9)
-        exact, beam = (
-            iteration_seconds(profile, groups_ending_at(ends)) if ends else one
-            for ends in (search(profile, one, width) for width in (None, 1))
-        )
-        assert beam >= exact * (1 - 1e-9)
-        missed += beam > exact * (1 + 1e-9)
-    assert missed  # or the test shows nothing
 
 
 @pytest.mark.parametrize("count", [1, 2, 13, 40, 90])

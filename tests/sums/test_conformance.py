@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from loopback import Outcome, run_ranks, synchronized
-from tests.sums.cases import random_ids
+from tests.sums.laws.cases import random_ids
 from thinwire import schemes
 from thinwire.kernels import nonzero_rows
 from thinwire.lab.bench.workload import Workload

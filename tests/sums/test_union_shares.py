@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.sums.cases import random_ids
+from tests.sums.laws.cases import random_ids
 from thinwire.sums import union_shares
 
 

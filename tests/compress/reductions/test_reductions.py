@@ -9,14 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from clocks import FakeClock
 from loopback import LoopbackExchange, run_ranks
 from tests.compress.reductions.averaged import COMPRESSORS, MATRICES, SCHEME, Steps, gradient_of, mean_memory, train
 from thinwire.compress.base import Compressor, Identity, Memory, Parameter, Payload, State, check_parameter
 from thinwire.compress.memory import ErrorFeedback, with_memory
 from thinwire.compress.methods.select import TopK, top_k
-from thinwire.compress.reductions import base as exchange_module
-from thinwire.compress.reductions.base import Phase, Stopwatch
 from thinwire.compress.reductions.choose import REDUCTIONS, reduction_for
 from thinwire.compress.wrappers import code_of
 from thinwire.errors import LostPeerError, PeerError
@@ -160,19 +157,6 @@ def test_elements_that_several_ranks_chose_add_up(exchange: str) -> None:
         mean = outcome.get().results[0][0].mean
         assert mean[2, 3] == 8.0
         assert mean.count_nonzero() == 1
-
-
-def test_seconds_are_booked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = run_ranks(2, lambda network: train(network, with_memory(top_k(0.1)), "two_shot", MATRICES))[0].get()
-    assert all(seen.seconds[phase] > 0.0 for phase in Phase)
-    clock, stopwatch = FakeClock(), Stopwatch()
-    monkeypatch.setattr(exchange_module, "time", clock)
-    with stopwatch.phase(Phase.EXCHANGE):
-        clock.pass_by(1.0)
-        with stopwatch.phase(Phase.COMPRESS):
-            clock.pass_by(2.0)
-        clock.pass_by(4.0)
-    assert stopwatch.seconds == {**dict.fromkeys(Phase, 0.0), Phase.EXCHANGE: 5.0, Phase.COMPRESS: 2.0}
 
 
 @dataclass(frozen=True)

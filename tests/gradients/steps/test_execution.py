@@ -6,7 +6,7 @@ import json
 import threading
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from loopback import LoopbackExchange, run_ranks
+from tests.gradients.steps.costs import step_of
 from thinwire import compress
 from thinwire.comm.channel import Subject
 from thinwire.compress.base import Parameter
@@ -28,10 +29,9 @@ from thinwire.gradients.compressed import FLUSH_STEPS
 from thinwire.gradients.compression import Methods
 from thinwire.gradients.parameters import Trained, with_others
 from thinwire.gradients.steps.execution import Execution
-from thinwire.gradients.steps.fit import JobCosts, Measured
-from thinwire.gradients.steps.grouping import Following, Intent, Pace, contiguous
+from thinwire.gradients.steps.grouping import Following, Intent, Pace
 from thinwire.gradients.steps.steps import Trace
-from thinwire.observe.step import Load, StepTimes
+from thinwire.observe.step import Load
 from thinwire.plan.plan import Group, Plan, fingerprint
 from thinwire.plan.profile import Groups, Profile
 from thinwire.tune import playing
@@ -195,68 +195,6 @@ def test_what_rank_0_passes_is_broadcast_exactly() -> None:
         return LoopbackLane(network).channel(Subject("groups", "of 3")).broadcast(mine)
 
     assert on_ranks(3, run) == [[[[0, 1], [2]], 0.1 + 0.2]] * 3
-
-
-def test_groups_that_are_no_runs_of_an_order_are_none_of_it() -> None:
-    assert contiguous([(4, 2), (1,)], [2, 4, 1]) == ((0, 1), (2,))
-    assert contiguous([(4, 1), (2,)], [2, 4, 1]) is None
-
-
-# --- a profile from measured steps
-
-
-COSTS = JobCosts(
-    job=1e-3, exact=2e-4, compressed=3e-4, exact_byte=8e-9, compressed_byte=1e-9, compressed_tensor=5e-4
-)  # fmt: skip
-
-
-def test_costs_of_jobs_are_found_again() -> None:
-    loads = [Load("", *numbers) for numbers in ((100, 0, 0), (90_000, 0, 0), (0, 6000, 1), (0, 80_000, 1))]
-    loads += [Load("", 500, 90_000, 3), Load("", 700, 160_000, 9), Load("", 90_000, 6000, 1)]
-    seconds = [COSTS.of_job([load]) + COSTS.of_tensors(load) for load in loads]
-    found = JobCosts.fit(loads, seconds)
-    for name in vars(COSTS):
-        assert getattr(found, name) == pytest.approx(getattr(COSTS, name), rel=1e-6), name
-
-
-def step_of(loads: Sequence[Load], gradients: Sequence[Load], waits: float = 0.0, late: float = 0.0) -> StepTimes:
-    """A step with gradients every millisecond, whose jobs take what `COSTS` says, and longer if they wait for peers."""
-    times = StepTimes(started=10.0)
-    times.ready = {gradient.name: 10.0 + late + 1e-3 * place for place, gradient in enumerate(gradients, 1)}
-    clock = 10.0
-    for load in loads:
-        job = _job(times, load)
-        job.started, job.ended = clock, clock + waits + COSTS.of_job([load]) + COSTS.of_tensors(load)
-        clock = job.ended
-    times.ended = clock
-    return times
-
-
-def _job(times: StepTimes, load: Load) -> Any:
-    from thinwire.observe.step import JobTimes
-
-    times.jobs.append(JobTimes(load, 10.0))
-    return times.jobs[-1]
-
-
-def test_the_profile_takes_the_slowest_gradient_and_the_job_that_waited_for_nobody() -> None:
-    alone = gradients = [Load("c", 0, 40_000, 1), Load("b", 400), Load("a", 0, 80_000, 1)]
-    together = [replace(alone[0] + alone[1], name="x"), alone[2]]
-    everything = [replace(alone[0] + alone[1] + alone[2], name="y")]
-    told = []
-    for waits, late in ((0.0, 5e-4), (2e-3, 0.0)):
-        steps = [step_of(loads, gradients, waits, late) for loads in (alone, together, everything) for _ in range(3)]
-        measured = Measured.of(gradients, steps)
-        told.append(measured.numbers)
-    profile = measured.profile(told)
-    assert profile.names == ("c", "b", "a")
-    assert profile.ready_seconds[1:] == pytest.approx([1.5e-3, 2.5e-3, 3.5e-3])
-    for members in ((0, 1), (0, 1, 2)):
-        load = sum((alone[place] for place in members[1:]), alone[members[0]])
-        size = sum(profile.size_bytes[place] for place in members)
-        assert profile.communicate(size) == pytest.approx(COSTS.of_job(alone) + COSTS.of_tensors(load))
-    assert sum(profile.size_bytes) == pytest.approx(120_400)
-    assert measured.in_bytes(profile).size_bytes == (40_000, 400, 80_000)
 
 
 # --- execution: measured, planned anew, dropped

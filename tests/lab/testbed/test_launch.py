@@ -1,6 +1,5 @@
 """run_ranks: values in rank order, failures with their cause first, no process left behind; the laws of Faults."""
 
-import ctypes
 import gc
 import multiprocessing
 import os
@@ -9,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from multiprocessing import forkserver, util
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -41,12 +40,6 @@ def imported_by_the_rank(context: RankContext) -> set[str]:
     return {name for name, module in list(sys.modules.items()) if id(getattr(module, "__dict__", None)) in collected}
 
 
-def send_and_return_tensor(context: RankContext) -> torch.Tensor:
-    for step in range(3):
-        context.send((step, torch.full((2,), context.rank)))
-    return torch.full((300_000,), context.rank)
-
-
 def train(context: RankContext, faults: Faults) -> int:
     for step in range(5):
         faults.strike(context.rank, step)
@@ -64,10 +57,6 @@ def wait_long(context: RankContext) -> None:
     if context.rank == 1:
         time.sleep(600)
     dist.barrier()
-
-
-def exit_silently(context: RankContext) -> None:
-    os._exit(0)
 
 
 def gone(pids: set[int], seconds: float = 60.0) -> bool:
@@ -144,17 +133,6 @@ def test_environment_is_torchruns(monkeypatch):
         }
 
 
-def test_messages_and_tensors_arrive_by_value():
-    seen: list[tuple[int, int, list[int]]] = []
-    outcomes = run_ranks(
-        send_and_return_tensor,
-        world_size=2,
-        on_message=lambda rank, message: seen.append((rank, message[0], message[1].tolist())),
-    )
-    assert sorted(seen) == [(rank, step, [rank, rank]) for rank in range(2) for step in range(3)]
-    assert [outcome.value.unique().item() for outcome in outcomes] == [0, 1]
-
-
 def test_failing_rank_is_the_cause_and_its_peers_follow():
     with pytest.raises(RanksFailed, match="first rank 1") as caught:
         run_ranks(train, Faults().fail(rank=1, step=3), world_size=3)
@@ -214,11 +192,6 @@ def test_a_value_survives_the_timeout_of_another_rank():
     assert outcomes[1].error.startswith("still running after 10 s")
 
 
-def test_silent_exit_is_a_failure():
-    with pytest.raises(RanksFailed, match="exited with code 0 before the function returned"):
-        run_ranks(exit_silently, world_size=1)
-
-
 def test_error_in_on_message_leaves_no_process():
     pids: set[int] = set()
 
@@ -231,33 +204,6 @@ def test_error_in_on_message_leaves_no_process():
     assert pids
     assert gone(pids)
     assert multiprocessing.active_children() == []
-
-
-def abort_when_all_have_returned(context: RankContext) -> int:
-    util.Finalize(None, os.abort, exitpriority=0)  # what a fork server forks ends by these
-    return context.rank
-
-
-def test_a_result_is_the_verdict_whatever_becomes_of_the_process() -> None:
-    outcomes = run_ranks(abort_when_all_have_returned, world_size=2)
-    assert [(outcome.value, outcome.error, outcome.exit_code) for outcome in outcomes] == [
-        (rank, None, -signal.SIGABRT) for rank in range(2)
-    ]
-
-
-@pytest.mark.slow
-def _crashes(context: RankContext, path: Path) -> None:
-    os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), 2)
-    ctypes.string_at(0)
-
-
-def test_a_rank_that_crashes_shows_the_stacks_of_c_and_of_python(tmp_path: Path) -> None:
-    """What a thread of Gloo did when a rank died by SIGSEGV in attach was never known."""
-    (outcome,) = run_ranks(_crashes, tmp_path / "said", world_size=1, check=False)
-    said = (tmp_path / "said").read_text()
-    assert outcome.exit_code == -signal.SIGSEGV
-    assert "frame #0" in said
-    assert "in _crashes" in said
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])

@@ -20,11 +20,10 @@ from thinwire import schemes
 from thinwire.comm import process_group
 from thinwire.comm.agree import broadcast_json, gather_bytes, gather_json, gather_records, longest
 from thinwire.comm.hosts import discover
-from thinwire.comm.process_group import Exchange, check_fits
-from thinwire.errors import CorruptHeaderError, CorruptMessageError, ThinwireError
+from thinwire.comm.process_group import Exchange
+from thinwire.errors import CorruptHeaderError, ThinwireError
 from thinwire.rows.formats import FORMATS, Header, Kind, Message
 from thinwire.rows.sparse import SparseRows
-from thinwire.sums import known_ids
 from thinwire.sums.two_level import TwoLevel
 
 WORLD_SIZE, LIAR, NUM_ROWS, WIDTH = 4, 1, 64, 4
@@ -227,13 +226,6 @@ def test_more_bytes_than_a_rank_may_have_are_not_received() -> None:
         assert f"from rank {LIAR}: 9 bytes are announced, more than 8" in str(outcome.error)
 
 
-def test_what_does_not_fit_into_memory_is_not_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_group, "_available_bytes", lambda: 10**9)
-    check_fits(10**9, lambda: "here")
-    with pytest.raises(CorruptHeaderError, match="2000000000 bytes are announced"):
-        check_fits(2 * 10**9, lambda: "here")
-
-
 def test_rows_that_do_not_fit_into_memory_are_refused_before_they_are_received(monkeypatch: pytest.MonkeyPatch) -> None:
     num_rows = 10**8
 
@@ -245,19 +237,3 @@ def test_rows_that_do_not_fit_into_memory_are_refused_before_they_are_received(m
     outcomes = run_ranks(2, run, tamper=_changing("held", num_rows))
     assert isinstance(outcomes[0].error, CorruptHeaderError)
     assert "bytes are announced" in str(outcomes[0].error)
-
-
-def test_values_of_a_wrong_length_behind_ids_name_the_rank_that_sent_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    encoded = known_ids._Shares._encoded
-
-    def shorter(shares: known_ids._Shares, lead: Tensor, values: Tensor, copies: int) -> Tensor:
-        content = encoded(shares, lead, values, copies)
-        return content[:-8] if shares.rank == LIAR else content
-
-    monkeypatch.setattr(known_ids._Shares, "_encoded", shorter)
-    rows = SparseRows(torch.arange(5), torch.ones(5, 16), 20)
-    for rank, outcome in enumerate(run_ranks(4, lambda exchange: synchronized(exchange, rows, "column_split"))):
-        if rank != LIAR:
-            assert isinstance(outcome.error, CorruptMessageError)
-            assert f"rank {rank}, table: from rank {LIAR}: " in str(outcome.error)
-            assert str(outcome.error).count("from rank") == 1

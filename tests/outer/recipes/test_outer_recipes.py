@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import thinwire
-from tests.outer.outer_references import (
+from tests.outer.recipes.outer_references import (
     Params,
     Regression,
     Sgd,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.outer.outer_references import (
+from tests.outer.recipes.outer_references import (
     Params,
     Regression,
     Sgd,

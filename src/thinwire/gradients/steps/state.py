@@ -128,16 +128,16 @@ class Gathered:
         gathered = self._gather("checkpoints that ranks have", own)
         there = [one for one in gathered if one is not None]
         saved_by, mark = there[0] if there else (0, 0)
-        advice = "copy it from the node that wrote it, or delete thinwire-*.pt on all nodes to go on without them"
+        cure = "or delete thinwire-*.pt on all nodes to go on without these states"
         if own is None and saved_by == world_size and not error:
             error = (
                 f"no {file_name(rank, self._number)} in {folder or 'a folder of this checkpoint'}, and {len(there)} of"
-                f" {world_size} ranks have theirs: {advice}"
+                f" {world_size} ranks have theirs: copy it from the node where it was written, {cure}"
             )
         elif own is not None and own != [saved_by, mark]:
             error = (
                 f"{file_name(rank, self._number)} in {folder} is of another checkpoint than the file of rank"
-                f" {self._global_ranks[gathered.index(there[0])]}: {advice}"
+                f" {self._global_ranks[gathered.index(there[0])]}: copy it from the node where it was written, {cure}"
             )
         self._raise_first("reading states", error, ValueError)
         if not there:

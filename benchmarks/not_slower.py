@@ -241,8 +241,8 @@ class Training:
         os.environ["THINWIRE_ROUTE"] = "auto"  # as in any training; ranks of emulated hosts have rows at once
         torch.sparse.check_sparse_tensor_invariants.disable()
         torch.manual_seed(0)
-        # Two stock DDPs with sparse gradients on one Gloo group corrupt the heap: 3 of 4 runs of 2,500 steps on 4 ranks
-        # ended by SIGSEGV or SIGABRT (torch 2.13, nothing of thinwire loaded), none with a group each.
+        # Stock DDPs with sparse gradients damage the heap, see torch_sparse_crash.py, several on one Gloo group most
+        # often: 3 of 4 runs of 2,500 steps on 4 ranks ended by SIGSEGV or SIGABRT (torch 2.13, nothing of thinwire).
         model = self.job.model(not name.endswith("_dense"))
         self.model = DistributedDataParallel(model, init_sync=False, process_group=dist.new_group())
         self.optimizer = self.job.optimizer(self.model.parameters())
@@ -515,7 +515,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             try:
                 row = measured(name, Link.parse(link), int(ranks), options) | {"repeats": repeats}
                 break
-            except RanksFailed as failure:  # such as torch's crash of sparse sums, docs/internals/torch.md
+            except RanksFailed as failure:  # such as torch's crash of sparse sums
                 repeats += 1
                 print(f"{name} {link} {ranks} ranks, to be repeated: {failure}", flush=True)
                 if repeats > 2:

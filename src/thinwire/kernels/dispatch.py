@@ -190,11 +190,11 @@ def elements_of(index: int) -> Callable[..., int]:
 
 def indexable(*tensors: Tensor) -> bool:
     """Return whether numba can index the tensors as they are."""
-    return all(map(_is_indexable, tensors))
+    return all(tensor.device.type == "cpu" and tensor.is_contiguous() and _is_aligned(tensor) for tensor in tensors)
 
 
-def _is_indexable(tensor: Tensor) -> bool:
-    return tensor.is_cpu and tensor.is_contiguous() and tensor.data_ptr() % tensor.element_size() == 0
+def _is_aligned(tensor: Tensor) -> bool:
+    return tensor.data_ptr() % tensor.element_size() == 0
 
 
 def nothing(*args: object, **settings: object) -> bool:
@@ -212,7 +212,7 @@ def are_bytes(buffer: Tensor, *sizes: int) -> bool:
 
 def is_matrix(dense: Tensor) -> bool:
     """Return whether numba can index the matrix, of any strides."""
-    return dense.is_cpu and dense.data_ptr() % dense.element_size() == 0
+    return dense.device.type == "cpu" and _is_aligned(dense)
 
 
 def can_scatter(dense: Tensor, ids: Tensor, values: Tensor) -> bool:
@@ -405,7 +405,7 @@ def _dispatched(reference: Callable[P, R], kernel: Kernel) -> Callable[P, R]:
                 runs = runs_on_gpu(*seen, *kwargs.values())
                 return _on_gpu(kernel, runs, call)(*args, **kwargs)
         chosen = _forced or _environment_mode()
-        is_left = chosen == "auto" and ((from_size and size(*args, **kwargs) < from_size) or bits_by_clock())
+        is_left = chosen == "auto" and (size(*args, **kwargs) < from_size or bits_by_clock())
         if is_left or chosen == "reference" or not knows(*args, **kwargs):
             return reference(*args, **kwargs)
         if has_numba() and not is_loaded:

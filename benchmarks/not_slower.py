@@ -74,6 +74,7 @@ FIRST_STEPS, LEAST_ROUNDS, MOST_ROUNDS = 200, 100, 2000
 STOCK, OURS, CONTROL = range(3)
 """Indices of the three trainings."""
 BLOCK, RESAMPLES = 10, 1000
+MOST_REPEATS = 2
 
 
 @dataclass(frozen=True)
@@ -429,6 +430,16 @@ def measured(name: str, link: Link, ranks: int, options: argparse.Namespace) -> 
     return row | {"verdict": verdict([(row["ratio"], SETTLED), (row["first_ratio"], FIRST)])}
 
 
+def repeated(name: str, link: Link, ranks: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Return the figures of a job as `measured` does, again if a rank was lost, as in torch's crash of sparse sums."""
+    for repeats in range(MOST_REPEATS):
+        try:
+            return measured(name, link, ranks, options) | {"repeats": repeats}
+        except RanksFailed as failure:
+            print(f"{name} {link.mbit} Mbit/s {ranks} ranks, to be repeated: {failure}", flush=True)
+    return measured(name, link, ranks, options) | {"repeats": MOST_REPEATS}
+
+
 RATIOS = "ratio", "control_ratio", "sum_ratio", "first_ratio", "first_control_ratio"
 
 
@@ -510,17 +521,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows: list[dict[str, Any]] = []
     combinations = itertools.product(options.ranks.split(","), options.links.split(","), options.jobs.split(","))
     for ranks, link, name in combinations:
-        repeats = 0
-        while True:
-            try:
-                row = measured(name, Link.parse(link), int(ranks), options) | {"repeats": repeats}
-                break
-            except RanksFailed as failure:  # such as torch's crash of sparse sums
-                repeats += 1
-                print(f"{name} {link} {ranks} ranks, to be repeated: {failure}", flush=True)
-                if repeats > 2:
-                    raise
-        rows.append(row)
+        rows.append(row := repeated(name, Link.parse(link), int(ranks), options))
         print(
             f"{name:17} {link:>7} {ranks} ranks  stock {1e3 * row['stock_seconds']:6.1f} ms, {row['rounds']} rounds "
             + "; ".join(f"{key.removesuffix('_ratio')} {spread(row[key])}" for key in RATIOS)

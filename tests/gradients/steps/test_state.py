@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -101,35 +103,27 @@ def test_files_of_ranks_are_read_by_their_ranks(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_missing_or_of_another_checkpoint_is_named_on_all_ranks(tmp_path: Path) -> None:
-    def missing(network: LoopbackExchange) -> None:
+    mine, away = tmp_path / file_name(1), tmp_path / "away"
+
+    def loaded_after(change: Callable[[], object], network: LoopbackExchange) -> None:
         Kept(network).gathered.save_files(tmp_path)
         if network.rank == 1:
-            (tmp_path / file_name(1)).rename(tmp_path / "away")
+            change()
         Kept(network).gathered.load_files(tmp_path)
 
-    for text in raised(3, missing):
+    for text in raised(3, partial(loaded_after, lambda: mine.rename(away))):
         assert text.startswith(
             f"rank 1: no thinwire-00001.pt in {tmp_path}, and 2 of 3 ranks have theirs: copy it from"
         )
 
-    def another(network: LoopbackExchange) -> None:
-        Kept(network).gathered.save_files(tmp_path)
-        if network.rank == 1:
-            (tmp_path / "away").rename(tmp_path / file_name(1))
-        Kept(network).gathered.load_files(tmp_path)
-
-    for text in raised(3, another):
+    for text in raised(3, partial(loaded_after, lambda: away.rename(mine))):
         assert text.startswith(
             f"rank 1: thinwire-00001.pt in {tmp_path} is of another checkpoint than the file of rank 0: copy it from"
         )
 
-    def renamed(network: LoopbackExchange) -> None:
-        Kept(network).gathered.save_files(tmp_path)
-        if network.rank == 1:
-            (tmp_path / file_name(0)).replace(tmp_path / file_name(1))
-        Kept(network).gathered.load_files(tmp_path)
-
-    assert all("cannot read thinwire-00001.pt" in text and "the state of rank 0" in text for text in raised(2, renamed))
+    for text in raised(2, partial(loaded_after, lambda: (tmp_path / file_name(0)).replace(mine))):
+        assert "cannot read thinwire-00001.pt" in text
+        assert "the state of rank 0" in text
 
 
 def test_a_rank_that_cannot_save_or_load_fails_all_and_none_has_loaded(tmp_path: Path) -> None:

@@ -52,7 +52,6 @@ def test_a_result_is_the_verdict_whatever_becomes_of_the_process() -> None:
     ]
 
 
-@pytest.mark.slow
 def _crashes(context: RankContext, path: Path) -> None:
     os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), 2)
     ctypes.string_at(0)

@@ -280,8 +280,7 @@ class Restorer:
 
         If ranks should be alike in what was restored, and are not known to be, that is said.
         """
-        gathered = gather_json(self._loaded, self._group)
-        digests, steps, groups = zip(*gathered, strict=True)
+        digests, steps, groups = zip(*gather_json(self._loaded, self._group), strict=True)
         certified, differ = min(steps), odd_ranks(digests, groups)[1]
         if not self._compares:
             return -1

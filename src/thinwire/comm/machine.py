@@ -228,8 +228,7 @@ def measure_collectives(exchange: Collectives, device: torch.device) -> tuple[Ma
 
     def seconds(work: Callable[[], object]) -> float:
         """Return the seconds of the slowest rank for some work and a round, in which the host waits for both."""
-        mine = _fastest(lambda: (work(), exchange.numbers(record)))
-        return max(gathered(mine))[0]
+        return max(gathered(_fastest(lambda: (work(), exchange.numbers(record)))))[0]
 
     def send(num_bytes: int, peers: Collection[int]) -> None:
         sizes = [num_bytes if peer in peers else 0 for peer in range(world_size)]

@@ -282,5 +282,4 @@ def next_seed(seed: int, parameter: Parameter, state: State) -> int:
 
 def stable_seed(*parts: int | str) -> int:
     """Return 63 bits that depend on the parts alone: not on the process, the machine or the version of Python."""
-    text = "\0".join(map(str, parts)).encode()
-    return digest64(text) >> 1
+    return digest64("\0".join(map(str, parts)).encode()) >> 1

@@ -220,8 +220,7 @@ class GradientSync:
 
     def _synchronize(self, lane: Lane, group: Group) -> list[Tensor]:
         """Synchronize all tables of a group at once."""
-        is_windowed = self.scheme == AUTO and not self._by_bytes
-        window = self._window(group) if is_windowed else None
+        window = self._window(group) if self.scheme == AUTO and not self._by_bytes else None
         plan = self._plan(group, window)
         channel = lane.channel(_subject(group, plan))
         before = lane.exchange.traffic.sent_bytes

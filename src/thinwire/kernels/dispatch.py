@@ -402,8 +402,7 @@ def _dispatched(reference: Callable[P, R], kernel: Kernel) -> Callable[P, R]:
         if _BUILT_FOR_GPU and torch.cuda.is_initialized():
             seen, args = _look_into(args)  # pyrefly: ignore [bad-assignment]
             if any(tensor.is_cuda for tensor in _tensors((*seen, *kwargs.values()))):
-                runs = runs_on_gpu(*seen, *kwargs.values())
-                return _on_gpu(kernel, runs, call)(*args, **kwargs)
+                return _on_gpu(kernel, runs_on_gpu(*seen, *kwargs.values()), call)(*args, **kwargs)
         chosen = _forced or _environment_mode()
         is_left = chosen == "auto" and (size(*args, **kwargs) < from_size or bits_by_clock())
         if is_left or chosen == "reference" or not knows(*args, **kwargs):

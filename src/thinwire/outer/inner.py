@@ -99,8 +99,7 @@ class InnerGroup:
 def outer_group(model: nn.Module, chosen: Group) -> dist.ProcessGroup:
     """Return the ranks that train apart: those chosen; else the replicas of an FSDP2 model; else all ranks."""
     sharding = sharding_of(model) if chosen is None else None
-    replicas = None if sharding is None else sharding.replicas
-    return replicas or resolve_group(chosen)
+    return (None if sharding is None else sharding.replicas) or resolve_group(chosen)
 
 
 def train_apart(model: nn.Module, outer: dist.ProcessGroup | Members) -> Callable[[], None]:

@@ -53,8 +53,7 @@ class RoundPace:
 
     def wait(self) -> None:
         """Wait until the next round begins; on the thread of the lane, before each job of a round."""
-        now = time.perf_counter()
-        elapsed, used = now - self._begun, time.process_time() - self._used
+        elapsed, used = time.perf_counter() - self._begun, time.process_time() - self._used
         starved = min(16.0, max(1.0, elapsed / max(used, 1e-9)))  # a process that gets half a core counts half
         pause = self._every - elapsed if self._every else min(self._longest, self._cost * starved / SHARE)
         self._hurry.wait(max(1e-3, pause))  # another thread may want the lock of a round

@@ -445,8 +445,7 @@ class Steps:
         if len(makers) < _OPINIONS and others:
             self._again = [self._checked] * (lane.rank == others[0]) if self._checked is not None else []
             return False
-        counts = Counter(prints[rank] for rank in makers)
-        usual, times = counts.most_common(1)[0]
+        usual, times = Counter(prints[rank] for rank in makers).most_common(1)[0]
         names = [lane.exchange.global_ranks[rank] for rank in makers if times == 1 or prints[rank] != usual]
         raise MismatchError(
             f"step {self.number}, micro-batch {self._checked}: made by ranks"

@@ -426,5 +426,4 @@ def begins_with_opening(scheme: Scheme) -> bool:
 
     The other schemes learn them with the first message. "auto" opens for all schemes.
     """
-    direct = scheme.communication is Communication.POINT_TO_POINT
-    return not direct or scheme.knows_ids
+    return scheme.communication is not Communication.POINT_TO_POINT or scheme.knows_ids

@@ -169,8 +169,7 @@ class MemoryWriter(MemoryStorage, StorageWriter):
         step = self._step + 1 if self._given is None else self._given
         self._given = None  # DCP says nothing when there is nothing to say
         self._pacer.note_step()
-        turn = self._turn(step, encoded)
-        failed = failures_of(self._publish(turn, encoded), self._group)
+        failed = failures_of(self._publish(self._turn(step, encoded), encoded), self._group)
         if failed:
             raise ThinwireError(f"step {step} was not saved: {failed}")
         self._step = step

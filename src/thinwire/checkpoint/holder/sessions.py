@@ -465,8 +465,7 @@ class TrainerSession(Session):
         return {}
 
     def open(self, request: dict[str, Any], _: bytes) -> None:
-        version = Version.from_json(get(request, "version", dict))
-        holding = self.store.pin(version)
+        holding = self.store.pin(Version.from_json(get(request, "version", dict)))
         try:
             descriptor = os.open(f"/proc/self/fd/{holding.slot.descriptor}", os.O_RDONLY | os.O_CLOEXEC)
         except BaseException:

@@ -127,8 +127,7 @@ def _rung(totals: Sequence[int], k: int) -> int | None:
 
 def mean_of(selections: Sequence[Selection]) -> Selection:
     """Return the mean of all ranks' pairs of a region, added in rank order, without elements that cancel out."""
-    pieces = [(ids, values.view(-1, 1)) for ids, values in selections]
-    ids, total = kernels.sum_rows(pieces)
+    ids, total = kernels.sum_rows([(ids, values.view(-1, 1)) for ids, values in selections])
     values = total.view(-1).div_(len(selections))
     present = values != 0
     return (ids, values) if bool(present.all()) else (ids[present], values[present])

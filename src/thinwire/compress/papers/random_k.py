@@ -53,8 +53,7 @@ class RandomK(DensitySelector):
         return SharedPayload(self.encode(chosen, parameter, state), ids, step)
 
     def select(self, flat: Tensor, parameter: Parameter, state: State) -> Selection:
-        k = self.target(flat.numel())
-        return self.select_about(k, flat, parameter, state)
+        return self.select_about(self.target(flat.numel()), flat, parameter, state)
 
     def select_about(self, k: int, flat: Tensor, parameter: Parameter, state: State) -> Selection:
         ids = shared_ids(self.seed, parameter, state["step"], k)

@@ -131,6 +131,5 @@ def _stack(indices: Sequence[int], plans: Sequence[Plan], dtype: torch.dtype) ->
     offsets = tuple(accumulate((parameter.numel for _, parameter in chosen), initial=0))
     codes = [code for compressor, _ in chosen if (code := stack_code(compressor)) is not None]
     known = messages.all_known([code.fixed_count(entry) for code, (_, entry) in zip(codes, chosen, strict=True)])
-    span = f"{chosen[0][1].name} to {chosen[-1][1].name}"
-    together = Parameter(span, (offsets[-1],), dtype)
+    together = Parameter(f"{chosen[0][1].name} to {chosen[-1][1].name}", (offsets[-1],), dtype)
     return Stack(tuple(indices), (codes[0], together), offsets, None if known is None else sum(known))

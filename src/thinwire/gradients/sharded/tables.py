@@ -308,8 +308,7 @@ class _Table:
         Pieces begin at multiples of `ALIGNMENT_BYTES`, or NCCL would copy them byte by byte.
         """
         row_bytes = math.prod(rows.shape[1:]) * rows.element_size()
-        counts = (sent, received)
-        sizes = [[count * row_bytes for count in each] for each in counts]
+        sizes = [[count * row_bytes for count in each] for each in (sent, received)]
         aligned = [[-(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for size in each] for each in sizes]
         outgoing = rows.contiguous().view(-1).view(torch.uint8)
         if sizes[0] != aligned[0]:

@@ -117,8 +117,7 @@ class Execution:
     # --- phases
 
     def _enter(self, phase: Callable[[], None]) -> None:
-        is_watched = self._intent.is_watched
-        self._phase = phase if is_watched else self._rest
+        self._phase = phase if self._intent.is_watched else self._rest
         self._steps, self._to_skip = [], self._intent.pace.skipped_steps
 
     def _rest(self) -> None:

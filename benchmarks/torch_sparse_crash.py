@@ -3,7 +3,9 @@
     python benchmarks/torch_sparse_crash.py --runs 20
 
 Nothing of thinwire is imported. With torch 2.13.0 on two cores, 9 of 20 runs of 3,000 steps ended by SIGABRT or
-SIGSEGV, and 1 of 12 in an hour before. In a core dump the thread that makes sparse sums met a damaged heap.
+SIGSEGV, and 1 of 12 in an hour before. The two threads of a Gloo group write the names of their collectives into one
+`std::string`, without a lock; "_ALLREDUCE_SPARSE" is too long to be stored in the string itself, so one thread writes
+into a block that the other has freed. (A malloc that keeps freed blocks sees "ALLREDUCE" written there.)
 """
 
 from __future__ import annotations

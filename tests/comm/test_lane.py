@@ -184,7 +184,7 @@ class _Numbered:
     """A group of a closed lane."""
 
     def __init__(self, number: int) -> None:
-        self.number = number
+        self.number, self.kind = number, (MEET, False)
 
     def lost(self) -> set[int]:
         return set()
@@ -194,8 +194,8 @@ def test_ranks_that_closed_lanes_in_different_orders_take_the_same_group() -> No
     taken = []
     for numbers in ((3, 5), (5, 3)):
         parent: Any = _Numbered(0)
-        lane_module._idle_groups[parent] = [(MEET, _Numbered(one)) for one in numbers]  # type: ignore[misc]
-        taken.append([lane_module._take_group(parent, MEET, Notes(None, 0, ())).number for _ in numbers])
+        lane_module._idle_groups[parent] = [_Numbered(one) for one in numbers]  # type: ignore[misc]
+        taken.append([lane_module._take_group(parent, (MEET, False), Notes(None, 0, ())).number for _ in numbers])
     assert taken == [[3, 5]] * 2
 
 
@@ -225,7 +225,7 @@ def _ends_a_lane_otherwise(context: RankContext, how: str) -> tuple[list[list[fl
         lane.close()
         store.set(f"rank {context.rank} is done", "")
         store.wait(["rank 0 is done", "rank 1 is done"], MEET / 2)
-    return met, any(group is one for _, one in lane_module._idle_groups[dist.group.WORLD])  # type: ignore[index]
+    return met, any(group is one for one in lane_module._idle_groups[dist.group.WORLD])  # type: ignore[index]
 
 
 @pytest.mark.ranks

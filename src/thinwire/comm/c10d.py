@@ -9,6 +9,7 @@ Each call that makes groups looks by `check_names` at all that it needs, before 
 | ``_get_backend``, ``_register_backend``, ``_set_default_backend`` of a group | 2.11 to 2.15 |
 | ``_reduce_scatter_base``, ``_allgather_base`` of a group (``_single`` since 2.13) | 2.11 to 2.15 |
 | ``_set_default_timeout`` and ``options._timeout`` of a back end | 2.11 to 2.15 |
+| ``ProcessGroupGloo._Options``, ``create_device``, ``create_default_device`` | 2.11 to 2.15 |
 | ``_get_default_timeout``, ``_create_process_group_wrapper``, ``_DistributedBackendOptions`` | 2.11 to 2.15 |
 | ``_hash_ranks_to_str`` with ``_world.pg_names``; later it counts otherwise | 2.11 to 2.13 |
 | ``torch._C._set_print_stack_traces_on_fatal_signal`` (where it is missing, nothing is shown) | 2.11 to 2.15 |
@@ -18,6 +19,7 @@ Each call that makes groups looks by `check_names` at all that it needs, before 
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -36,7 +38,7 @@ if TYPE_CHECKING:
 TESTED = "2.11 to 2.15"
 """Versions of torch of which `make test-torches` runs the oldest and the newest."""
 NEEDED = """_get_object_coll_device _get_process_group_store _get_default_store _new_process_group_helper
-    _world.pg_group_ranks"""
+    _world.pg_group_ranks ProcessGroupGloo._Options"""
 """Those that a group of ours needs whose ranks torch knows."""
 UNREGISTERED = """ProcessGroup._get_backend ProcessGroup._register_backend ProcessGroup._set_default_backend
     ProcessGroupGloo._set_default_timeout"""
@@ -110,20 +112,38 @@ def _hash_ranks(ranks: Sequence[int]) -> str:
     return hashlib.sha1("_".join(map(str, [*ranks, others])).encode(), usedforsecurity=False).hexdigest()
 
 
-def unregistered_group(store: dist.Store, ranks: Sequence[int], rank: int, timeout: timedelta) -> dist.ProcessGroup:
+def unregistered_group(store: dist.Store, ranks: Sequence[int], rank: int, limit: Any) -> dist.ProcessGroup:
     """Make a Gloo group of global ranks, of which each calls it, that torch does not know, so that it may end any time.
 
     Args:
         rank: index of this rank in ``ranks``.
+        limit: the timeout, or options of Gloo.
     """
     group = dist.ProcessGroup(store, rank, len(ranks))
-    add_back_end(group, "cpu", dist.ProcessGroup.BackendType.GLOO, gloo_back_end(store, ranks, rank, timeout))
+    add_back_end(group, "cpu", dist.ProcessGroup.BackendType.GLOO, gloo_back_end(store, ranks, rank, limit))
     return group
 
 
-def gloo_back_end(store: dist.Store, ranks: Sequence[int], rank: int, timeout: timedelta, name: str = "") -> Any:
-    """Connect these ranks by Gloo."""
-    gloo = dist.ProcessGroupGloo(store, rank, len(ranks), timeout)
+def group_in_order(name: str, ranks: Sequence[int], timeout: timedelta) -> dist.ProcessGroup:
+    """Make a group like `gloo_group`, unregistered, that runs one collective after the other.
+
+    Those of sparse tensors must not run beside others. Torch's Gloo runs two at a time, and both threads write the name
+    of theirs into one string, without a lock. "_ALLREDUCE_SPARSE" is too long to be stored in the string itself, so
+    one thread writes into a block that the other has freed.
+    """
+    gloo: Any = dist.ProcessGroupGloo
+    interfaces = filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(","))  # as torch does without options
+    options = gloo._Options()
+    options._devices = [gloo.create_device(interface=one) for one in interfaces] or [gloo.create_default_device()]
+    options._threads, options._timeout = 1, timeout
+    return unregistered_group(
+        dist.PrefixStore(f"{name}/", default_store()), ranks, ranks.index(dist.get_rank()), options
+    )
+
+
+def gloo_back_end(store: dist.Store, ranks: Sequence[int], rank: int, limit: Any, name: str = "") -> Any:
+    """Connect these ranks by Gloo; ``limit`` is as of `unregistered_group`."""
+    gloo = dist.ProcessGroupGloo(store, rank, len(ranks), limit)
     gloo.options.global_ranks_in_group, gloo.options.group_name = list(ranks), name  # type: ignore
     return gloo
 

@@ -91,13 +91,17 @@ class PrivateGroup:
             that waits that another one failed before it knew all addresses.
 
     Attributes:
+        kind: what its owner tells it from others by.
         number: grows with each group of this process, so ranks have those of one parent in the same order.
     """
 
     MAX_BYTES = 4 << 20
     """Most bytes of the addresses of one rank's connections: 200,000 of them."""
 
-    def __init__(self, make: Callable[[], dist.ProcessGroup], gather: Gather | None = None) -> None:
+    def __init__(
+        self, make: Callable[[], dist.ProcessGroup], gather: Gather | None = None, kind: object = None
+    ) -> None:
+        self.kind = kind
         before = set(_listening())
         self.process_group, self.number = make(), next(_numbers)
         self._addresses: set[Address] = set()

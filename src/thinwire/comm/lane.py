@@ -20,7 +20,9 @@ from concurrent.futures import Future as SimpleFuture
 from concurrent.futures import wait
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from itertools import count
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
@@ -32,7 +34,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.futures import Future
 
 from thinwire.comm.agree import gather_records
-from thinwire.comm.c10d import device_of, gloo_group, store_of, timeout_of
+from thinwire.comm.c10d import device_of, gloo_group, group_in_order, store_of, timeout_of
 from thinwire.comm.channel import Channel, Subject
 from thinwire.comm.connections import Connected, PrivateGroup, between, connected, dead, listens_at, packed_ends
 from thinwire.comm.hosts import discover
@@ -87,7 +89,8 @@ def resolve_group(process_group: Group) -> dist.ProcessGroup:
     return process_group
 
 
-_idle_groups: WeakKeyDictionary[dist.ProcessGroup, list[tuple[timedelta | None, PrivateGroup]]] = WeakKeyDictionary()
+_Kind = tuple[timedelta | None, bool]  # a timeout, and whether one collective is run after the other
+_idle_groups: WeakKeyDictionary[dist.ProcessGroup, list[PrivateGroup]] = WeakKeyDictionary()
 STORE_SECONDS = 2.0
 """Seconds that a rank waits for a connection to the store, which takes less than one ms."""
 _NONCE_BYTES = 8
@@ -110,7 +113,7 @@ def beside(name: str, call: Callable[[], T]) -> SimpleFuture[T]:
     return made
 
 
-def _take_group(parent: dist.ProcessGroup, timeout: timedelta | None, notes: Notes) -> PrivateGroup:
+def _take_group(parent: dist.ProcessGroup, kind: _Kind, notes: Notes) -> PrivateGroup:
     """Return a Gloo group of the same ranks for one lane: one that a closed lane left, else a new one.
 
     Groups are kept because each costs a few connections and threads, and the wait until all ranks have connected. One
@@ -118,16 +121,15 @@ def _take_group(parent: dist.ProcessGroup, timeout: timedelta | None, notes: Not
     in different orders, so the group that was made first is the next.
     """
     idle = _idle_groups.setdefault(parent, [])
-    for entry in sorted(idle, key=lambda entry: entry[1].number):
-        idle_timeout, group = entry
+    for group in sorted(idle, key=attrgetter("number")):
         if group.lost():
-            idle.remove(entry)
+            idle.remove(group)
             group.shut_down()
             group.destroy()
-        elif idle_timeout == timeout:
-            idle.remove(entry)
+        elif group.kind == kind:
+            idle.remove(group)
             return group
-    return _new_group(parent, timeout, notes)
+    return _new_group(parent, kind, notes)
 
 
 def private_group(process_group: Group, timeout: timedelta | None) -> PrivateGroup:
@@ -140,10 +142,10 @@ def private_group(process_group: Group, timeout: timedelta | None) -> PrivateGro
         LostPeerError: not all ranks came within the timeout; those that did raise the same sentence.
     """
     parent = resolve_group(process_group)
-    return _new_group(parent, timeout or timeout_of(parent), _notes_of(parent, _next_number(parent)))
+    return _new_group(parent, (timeout or timeout_of(parent), False), _notes_of(parent, _next_number(parent)))
 
 
-def _new_group(parent: dist.ProcessGroup, timeout: timedelta | None, notes: Notes) -> PrivateGroup:
+def _new_group(parent: dist.ProcessGroup, kind: _Kind, notes: Notes) -> PrivateGroup:
     """Return a new Gloo group of the same ranks, in a collective call of them.
 
     Ranks wait for each other in a store, where the death of a peer shows nothing, and in collectives of the parent, of
@@ -157,8 +159,8 @@ def _new_group(parent: dist.ProcessGroup, timeout: timedelta | None, notes: Note
     processes: list[list[Connected]] = []
     try:
         if device_of(parent).type != "cpu":
-            return _connect(parent, timeout, processes, notes)
-        made = beside("thinwire-group", lambda: _connect(parent, timeout, processes, notes))
+            return _connect(parent, kind, processes, notes)
+        made = beside("thinwire-group", lambda: _connect(parent, kind, processes, notes))
         with notes.listening() as heard:
             while not wait([made], LOOK_SECONDS / 5).done:
                 if heard.is_set():
@@ -168,7 +170,7 @@ def _new_group(parent: dist.ProcessGroup, timeout: timedelta | None, notes: Note
                     raise _not_all_here(parent, f"rank {rank} is gone", rank)
         return made.result()
     except LostPeerError as error:
-        raise _told(parent, notes, error, timeout) from error
+        raise _told(parent, notes, error, kind[0]) from error
 
 
 def _told(parent: dist.ProcessGroup, notes: Notes, error: LostPeerError, timeout: timedelta | None) -> LostPeerError:
@@ -193,11 +195,10 @@ def _not_all_here(parent: dist.ProcessGroup, why: str, lost: int | None = None) 
     return error
 
 
-def _connect(
-    parent: dist.ProcessGroup, timeout: timedelta | None, processes: list[list[Connected]], notes: Notes
-) -> PrivateGroup:
+def _connect(parent: dist.ProcessGroup, kind: _Kind, processes: list[list[Connected]], notes: Notes) -> PrivateGroup:
     """Make the group, and append which connections of this process lead to which rank as soon as that is known."""
     ranks = dist.get_process_group_ranks(parent)
+    timeout, in_order = kind
     limit = timeout or timeout_of(parent) or default_pg_timeout
     try:
         name, found = _meet(parent, notes, limit)
@@ -205,7 +206,8 @@ def _connect(
         # Torch makes a group without a barrier, so the first ranks have all their connections while others still make
         # theirs. If one of the first failed then and hung up, a rank that connects to a peer of it would try until the
         # timeout. So each waits until all have sent their addresses.
-        return PrivateGroup(lambda: gloo_group(name, ranks, limit), lambda data: _gather(data, parent, limit))
+        make = partial(group_in_order if in_order else gloo_group, name, ranks, limit)
+        return PrivateGroup(make, lambda data: _gather(data, parent, limit), kind)
     except RuntimeError as error:
         raise _not_all_here(parent, str(error).splitlines()[0]) from error
 
@@ -391,7 +393,7 @@ class Lane:
             number = _next_number(parent)
             self.notes = notes or _notes_of(parent, number)
             with staging.selected():  # a collective of NCCL takes the current device
-                self._own = _take_group(parent, self._timeout, self.notes)
+                self._own = _take_group(parent, (self._timeout, False), self.notes)
             if self.notes.is_silent and notes is None:  # all ranks are here, so the store was slow
                 self.notes = _notes_of(parent, number)
         self._native: PrivateGroup | None = None
@@ -432,16 +434,19 @@ class Lane:
         """How long ranks wait for each other."""
         return (self._timeout or default_pg_timeout).total_seconds()
 
-    def native_group(self) -> dist.ProcessGroup:
+    def native_group(self, in_order: bool = False) -> dist.ProcessGroup:
         """Return a second Gloo group of the same ranks, for all-reduces that need not wait for jobs.
 
         The first call makes it, in a collective call of all ranks outside of jobs; later calls return the same one. It
         is hung up with the lane, and left for the next lane when this one is closed.
+
+        Args:
+            in_order: whether it is a `group_in_order`.
         """
         if self._native is None:
             parent = self._parent()
             assert parent is not None, "the process group of this lane was destroyed"
-            self._native = _take_group(parent, self._timeout, self.notes)
+            self._native = _take_group(parent, (self._timeout, in_order), self.notes)
             self.agree("who has the group of native sums", [1.0])  # else one could hang up before another has it
         return self._native.process_group
 
@@ -565,7 +570,7 @@ class Lane:
             parent = self._parent()
             if parent is not None and self._group is not None and self._broken is None:
                 idle = _idle_groups.setdefault(parent, [])
-                idle += [(self._timeout, group) for group in (self._own, self._native) if group is not None]
+                idle += [group for group in (self._own, self._native) if group is not None]
                 self._own = self._native = None
         except BaseException as error:
             self.break_off(f"the end of a lane ended by {error!r}", error)

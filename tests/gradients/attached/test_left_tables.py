@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from clocks import SlowRange
+from thinwire.comm.c10d import back_end_of
 from thinwire.errors import told
 from thinwire.gradients import exact
 from thinwire.gradients.ddp import _dispatchers, _stock
@@ -305,6 +306,55 @@ def test_an_idle_hook_has_the_bits_of_stock_and_hangs_up_for_a_rank_that_fails()
         assert all(same), same
         assert "on all ranks" in error if outcome.rank == 1 else "rank" in error, error
         assert seconds < LIMIT_SECONDS
+
+
+def _threads(context: RankContext) -> list[tuple[int, bool]]:
+    """How many threads of Gloo all-reduce what DDP does, and whether it was connected for this model, one by one."""
+    exact.ROUTE_VARIABLE = "UNSET"
+    groups, threads = list[dist.ProcessGroup](), []
+    for layer in (nn.Embedding(9, 4, sparse=True), nn.Embedding(9, 4), nn.EmbeddingBag(9, 4, sparse=True)):
+        ddp = DistributedDataParallel(nn.Sequential(layer, nn.Linear(4, 1)))
+        sync = thinwire.attach(ddp)
+        for step in range(3):
+            ddp(torch.tensor([[step, 2, 8 - context.rank]])).sum().backward()
+        assert sync._native is not None
+        group = sync._native.process_group
+        threads.append((back_end_of(group).options._threads, group not in groups))
+        groups.append(group)
+        sync.detach()
+    return threads
+
+
+def test_torch_sums_sparse_gradients_one_after_the_other() -> None:
+    """Two threads of Gloo write the names of their collectives to one string, whose memory both free if it is long."""
+    for outcome in run_ranks(_threads, world_size=2, timeout_seconds=60):
+        assert outcome.value == [(1, True), (2, True), (1, False)]
+
+
+def _loses_a_peer(context: RankContext, dies: bool) -> tuple[str, float]:
+    """Rank 1 fails in the backward of a table that is left to DDP, or ends there; what another one raises, and when."""
+    exact.ROUTE_VARIABLE = "UNSET"
+    ddp = DistributedDataParallel(nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 1)))
+    sync = thinwire.attach(ddp)
+    ddp(torch.tensor([context.rank])).sum().backward()
+    if context.rank == 1:
+        ddp.module[0].weight.register_hook(lambda _: os._exit(0) if dies else _fail(_))
+    started = monotonic()
+    try:
+        ddp(torch.tensor([context.rank])).sum().backward()
+    except (RuntimeError, ValueError) as error:
+        sync.detach()
+        return str(error), monotonic() - started
+    raise AssertionError("a sum without rank 1")
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_an_error_names_the_rank_that_left_a_sum_of_torch_of_sparse_gradients(dies: bool) -> None:
+    for outcome in run_ranks(_loses_a_peer, dies, world_size=3, timeout_seconds=60, check=False):
+        if outcome.rank != 1:
+            error, seconds = outcome.value
+            assert "rank 1" in error, error
+            assert seconds < LIMIT_SECONDS
 
 
 def _untouched(context: RankContext, by_module: bool) -> set[str]:

@@ -575,7 +575,8 @@ class LeftToDdp(_PlugOfDdp):
         waited, self._since = time.perf_counter() - self._since, None
         self._lane.busy_seconds += waited
         self._left_steps += 1
-        self._note_rows()
+        if self._sparse:
+            self._note_rows()
         return waited
 
     def book(self) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import chain
-from operator import attrgetter, methodcaller
+from operator import attrgetter, itemgetter, methodcaller
 from types import FrameType
 from typing import Any
 
@@ -150,9 +150,9 @@ class Structure:
         return id(parameter) in self._known
 
     def names(self, optimizer: Optimizer) -> Iterator[str]:
-        """Return the names of the parameters that are an optimizer's."""
-        its = map(id, chain.from_iterable(group["params"] for group in optimizer.param_groups))
-        return (self._known[key][1] for key in its if key in self._known)
+        """Return the names of the parameters that are an optimizer's, with no call of Python's for each."""
+        its = map(id, chain.from_iterable(map(_PARAMETERS, optimizer.param_groups)))
+        return map(_NAME, filter(None, map(self._known.get, its)))
 
     def _note(self) -> None:
         model = self._model()
@@ -212,6 +212,7 @@ class Structure:
 
 
 _VALUES, _KIND = methodcaller("values"), attrgetter("dtype", "device")
+_PARAMETERS, _NAME = itemgetter("params"), itemgetter(1)
 CURE = ". Call detach() and attach again on all ranks, or restart the job"
 REASON = "an exception ended a backward pass of rank {rank} before all its gradients were there"
 
@@ -235,18 +236,16 @@ class Guard:
     @property
     def is_running(self) -> bool:
         """Whether a backward pass is guarded that has not ended."""
-        running = None if self._running is None else self._running()
-        return running is not None and running.broke_off is not None
+        return self._running is not None and bool(self._running())
 
     def enter(self) -> None:
         """Guard the running backward pass, for which peers wait; outside of one nothing happens."""
-        before = None if self._running is None else self._running()
-        if before is None or before.broke_off is None:
-            running = _Pass(self.broke_off)
+        if self._running is None or not self._running():
+            running = _Pass((self.broke_off,))
             try:
-                at_end_of_backward(running)
+                at_end_of_backward(running.clear)
             except RuntimeError:
-                running()
+                running.clear()
             else:
                 self._running, self.is_entered = weakref.ref(running), True
 
@@ -284,16 +283,12 @@ class Guard:
 _BrokeOff = Callable[[BaseException | None], BaseException | None]
 
 
-class _Pass:
-    def __init__(self, broke_off: _BrokeOff) -> None:
-        self.broke_off: _BrokeOff | None = broke_off  # None after its end
-
-    def __call__(self) -> None:
-        self.broke_off = None
+class _Pass(list[_BrokeOff]):
+    """What to call if the pass breaks off. Its end clears the list, without a call of Python's."""
 
     def __del__(self) -> None:
-        if self.broke_off is not None:
-            _Unwinding(self.broke_off).watch(sys._getframe().f_back)
+        if self:
+            _Unwinding(self[0]).watch(sys._getframe().f_back)
 
 
 class _Unwinding:
@@ -497,7 +492,8 @@ class Passes:
         few parameters with this one. An optimizer may step inside of a backward pass, when FSDP has reduced its
         gradients. ``torch.distributed.checkpoint`` makes the state of a new one by a step with learning rates of zero.
         """
-        self.send_held()
+        if self._held is not None:
+            self.send_held()
         if self._is_ddp and self.is_midway and not self.is_local and graph_task() >= 0 and self._trains(optimizer):
             raise ThinwireError(EARLY_STEP.format(f"{type(optimizer).__name__} steps in a hook of backward"))
         last, self._used[one] = self._used.get(one := weakref.ref(optimizer), 0), self._finished

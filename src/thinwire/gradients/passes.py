@@ -13,7 +13,7 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import chain
-from operator import attrgetter, itemgetter, methodcaller
+from operator import attrgetter, itemgetter
 from types import FrameType
 from typing import Any
 
@@ -142,7 +142,7 @@ class Structure:
 
     def check(self) -> None:
         """Raise ThinwireError if a parameter was moved, replaced or added, or another wrapper took the model over."""
-        now = [*map(id, chain.from_iterable(map(_VALUES, self._registries)))]  # no loop of Python's: one for each step
+        now = [*map(id, chain.from_iterable(self._views))]  # no loop of Python's: one for each step
         if now != self._ids or len(self._first) != self._num_hooks or [*map(_KIND, self._kept)] != self._kinds:
             self._explain()
 
@@ -162,8 +162,8 @@ class Structure:
             modules = []
         scripted = torch.jit.ScriptModule  # nobody can change one, and its registries are no dicts
         fluid = [module for module in modules if not isinstance(module, scripted)]
-        self._registries = [registry for module in fluid for registry in (module._parameters, module._modules)]
-        self._values = [*chain.from_iterable(map(_VALUES, self._registries))]  # alive, so ids are theirs
+        self._views = [one.values() for module in fluid for one in (module._parameters, module._modules)]
+        self._values = [*chain.from_iterable(self._views)]  # alive, so ids are theirs
         self._ids = [*map(id, self._values)]
         self._first = modules[0]._forward_pre_hooks if modules else {}
         self._num_hooks = len(self._first)
@@ -211,8 +211,7 @@ class Structure:
             self._note()
 
 
-_VALUES, _KIND = methodcaller("values"), attrgetter("dtype", "device")
-_PARAMETERS, _NAME = itemgetter("params"), itemgetter(1)
+_KIND, _PARAMETERS, _NAME = attrgetter("dtype", "device"), itemgetter("params"), itemgetter(1)
 CURE = ". Call detach() and attach again on all ranks, or restart the job"
 REASON = "an exception ended a backward pass of rank {rank} before all its gradients were there"
 

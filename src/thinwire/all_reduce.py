@@ -73,7 +73,7 @@ def sparse_all_reduce(
     three times with two levels.
 
     Memory: up to four times the values received (sixteen-bit values: seven and a half, because they are summed in
-    float32), plus one bit for each row and rank; tested in tests/sums/test_memory.py.
+    float32), plus one bit for each row and rank; tested in tests/sums/laws/test_memory.py.
 
     Example:
         >>> gradient = torch.sparse_coo_tensor([[0, 7]], torch.ones(2, 16), (1000, 16))  # doctest: +SKIP

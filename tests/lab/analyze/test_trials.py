@@ -1,4 +1,4 @@
-"""Trials: what is tried in the time there is, and what fails."""
+"""Trials: what is tried in the time there is."""
 
 from __future__ import annotations
 
@@ -10,16 +10,9 @@ import pytest
 
 from tests.lab.doctor.diagnosed import with_tables
 from thinwire.lab.analyze import trials
-from thinwire.lab.bench import measured as jobs
 from thinwire.lab.doctor.advice import Advice
-from thinwire.lab.doctor.diagnosis import (
-    NOT_TRIED,
-    confirm,
-    finalists,
-)
+from thinwire.lab.doctor.diagnosis import NOT_TRIED, finalists
 from thinwire.lab.planning.planner import ROWS, step_seconds
-from thinwire.lab.testbed.launch import RanksFailed
-from thinwire.lab.testbed.network import Link
 from thinwire.plan.plan import STOCK
 
 
@@ -53,28 +46,3 @@ def test_trials_end_in_time_by_trying_less_in_their_order(monkeypatch: pytest.Mo
     step[ROWS] *= 3.5
     names(1000.0)
     assert tried.count(ROWS) == 2, "what cannot be is measured again"
-
-
-def test_a_way_of_a_job_that_fails_ends_no_other_and_none_is_begun_after_the_deadline(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    diagnosed = with_tables(100)
-    advised = [(way, Advice(way.name)) for way in finalists(diagnosed)]
-    names = [way.name for way, _ in advised]
-    tried, now = [], [0.0]
-
-    def run(function: object, target: object, data: object, advice: Advice, *more: object, **settings: Any) -> Any:
-        tried.append(advice.name)
-        now[0] += 60.0
-        if advice.name == ROWS:
-            raise RanksFailed("ValueError: not so", [])
-        return [[step_seconds(diagnosed.measurement, diagnosed.options[0])]] * 4
-
-    monkeypatch.setattr(trials, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(jobs, "values_of_ranks", run)
-    job = jobs.TrainingTarget("digits")
-    rows = jobs.try_on_hosts(job, advised, diagnosed.measurement, 1, Link(None), lambda stage: None, 170.0)
-    assert list(dict.fromkeys(tried)) == names[:3]
-    assert [row.failure.partition(":")[0] for row in rows] == ["", "failed", "", NOT_TRIED]
-    assert rows[1].failure == "failed: ValueError: not so"
-    assert confirm(diagnosed, rows).plan.does_nothing

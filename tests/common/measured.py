@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 
+from thinwire import fuse
 from thinwire.compress.base import Parameter
 from thinwire.lab.planning.measurement import Measurement
 from thinwire.lab.planning.planner import Option
 from thinwire.lab.planning.speeds import COPIES, Codec, DenseCode, Fit, MeasuredLink
 from thinwire.lab.planning.tables import EmbeddingTable
 from thinwire.plan.plan import Group
+from thinwire.plan.policy import Policy
 from thinwire.plan.profile import Linear
 from thinwire.tune.lossless import Code
 
@@ -36,6 +38,11 @@ def dense_code(
 ) -> DenseCode:
     """The code of gradients under 16-bit autocast by default, all work on a byte at one speed."""
     return DenseCode(torch.float32, Code(push_bits, pull_bits, *[byte_seconds] * 4), cores)
+
+
+AUTOCAST, PLAIN = dense_code(), dense_code(27.2, 27.6)
+POLICIES: tuple[Policy, ...] = (fuse.cupcake(), fuse.one_bucket())
+"""By which gradients are grouped where these codes are priced."""
 
 
 def parameters(shapes: Sequence[tuple[int, ...]] = SHAPES) -> tuple[Parameter, ...]:

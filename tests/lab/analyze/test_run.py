@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner
 
-from tests.lab.analyze.scripts import FAILING
+from analyzed import FAILING
 from thinwire.lab.analyze.run import ScriptFailed, run_script
 from thinwire.lab.bench.trace import load_trace
 from thinwire.lab.cli.analyze import app

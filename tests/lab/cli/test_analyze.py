@@ -11,7 +11,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from tests.lab.analyze.scripts import FAILING
+from analyzed import FAILING
 from tests.lab.cli.screens import cells_of, printed
 from thinwire.lab.analyze.prediction import AssumedLink
 from thinwire.lab.analyze.recording import Recording, Table

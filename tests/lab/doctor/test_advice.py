@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from measured import measurement
-from tests.lab.planning.lossless_plans import AUTOCAST, POLICIES
+from measured import AUTOCAST, POLICIES, measurement
 from thinwire.lab.doctor.advice import advice_of, lines_of
 from thinwire.lab.doctor.diagnosis import describe, diagnose
 from thinwire.lab.planning.measurement import DdpSite

@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from measured import measurement
-from tests.lab.planning.lossless_plans import AUTOCAST
+from measured import AUTOCAST, measurement
 from thinwire.comm.machine import Machine
 from thinwire.compress.base import Parameter
 from thinwire.lab.doctor.lossless import break_even_mbit, lossless_option

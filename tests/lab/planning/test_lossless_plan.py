@@ -13,8 +13,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from measured import dense_code, measurement, table
-from tests.lab.planning.lossless_plans import AUTOCAST, PLAIN, POLICIES
+from measured import AUTOCAST, PLAIN, POLICIES, dense_code, measurement, table
 from thinwire.lab.cli.main import app
 from thinwire.lab.doctor.diagnosis import Confirmed, Diagnosis, confirm, describe, diagnose, finalists
 from thinwire.lab.planning.measurement import Measurement

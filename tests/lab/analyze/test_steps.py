@@ -133,16 +133,20 @@ def test_a_script_that_ends_early_is_measured_by_the_steps_that_it_had(script: P
         assert recorder.calls == ["finish", "close"]
 
 
-def test_a_script_that_has_no_model_or_has_left_its_group(script: Path) -> None:
+def test_a_lane_is_closed_behind_a_script_without_a_model_or_group_or_with_an_error(
+    script: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     without = Watched(0, num_models=0)
     assert run_watched(without, script, []) is None
-    assert without.calls == ["close"]
-    assert not dist.is_initialized() or dist.get_world_size() == 1
-    failing = Watched(9)
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    left = Watched(9)
+    with pytest.raises(ScriptFailed, match=r"train.py ended before"):
+        run_watched(left, script, [])
     script.write_text("raise KeyError('no data')")
+    failing = Watched(9)
     with pytest.raises(KeyError):
         run_watched(failing, script, [])
-    assert failing.calls == ["close"]
+    assert without.calls == left.calls == failing.calls == ["close"]
 
 
 def test_a_rank_leaves_with_the_result_or_with_the_error_of_its_script(

@@ -294,5 +294,6 @@ def test_a_forward_while_gradients_are_held_gets_buffers_as_outside() -> None:
         for _ in range(2):
             ddp(torch.ones(4, 3)).sum().backward()
     assert plug.synchronizes
+    assert ddp.require_forward_param_sync, "the next forward too"
     assert len(wanted) == 2
     assert not ddp._forward_pre_hooks

@@ -408,8 +408,7 @@ def _error_draft(error: Exception) -> Draft:
     says_enough = isinstance(error, (ThinwireError, ValueError)) and str(error)
     reason = str(error) if says_enough else f"{type(error).__name__}: {error}"
     data = reason.encode()[: MAX_ERROR_BYTES - ALIGNMENT_BYTES]
-    padded = data.ljust(aligned(len(data)), b"\0")
-    return Draft(Format.COO, len(data), _as_bytes(padded))
+    return Draft(Format.COO, len(data), _as_bytes(data.ljust(aligned(len(data)), b"\0")))
 
 
 def _reason(message: Message) -> str:

@@ -37,13 +37,13 @@ from thinwire.sums.cost import DENSIFICATION_EXPONENT
 Groups = tuple[tuple[str, ...], ...]
 
 
-def keep_group(model: DistributedDataParallel) -> None:
-    """Keep the group of a DDP model until the model's C++ parts are gone, which otherwise may be its last owners.
+def keep_group(model: DistributedDataParallel, group: dist.ProcessGroup | None = None) -> None:
+    """Keep a group until the C++ parts of a DDP model are gone, which otherwise may be its last owners; None: its own.
 
     They would wait for the group's threads with Python locked, for ever if one of these wants it to drop its last work.
     """
     for part in (model.reducer, model.logger):
-        weakref.finalize(part, id, model.process_group).atexit = False  # type: ignore[misc]  # in the stubs a field
+        weakref.finalize(part, id, group or model.process_group).atexit = False  # type: ignore[misc]  # in the stubs a field
 
 
 def check_buckets(model: DistributedDataParallel, groups: Groups) -> None:
@@ -172,6 +172,7 @@ def install(ddp: DistributedDataParallel, target: OnBucket) -> None:
         try:
             ddp.register_comm_hook(None, dispatcher)
         except RuntimeError as error:
+            internals.set_comm_hooks(ddp, [*internals.comm_hooks(ddp)][:-1])  # it was added before it was refused
             raise ValueError(f"{_taken(ddp)} ({str(error).splitlines()[0]})") from error
         _dispatchers[ddp] = dispatcher
         internals.set_comm_hooks(ddp, _Hooks(internals.comm_hooks(ddp)))
@@ -500,7 +501,7 @@ class LeftToDdp(_PlugOfDdp):
         had_hook = lane.agree("whose model has had a hook", [float(model in _dispatchers)])
         self._has_hook = self.is_stale = [1.0] in had_hook
         self._since: float | None = None  # end of computing in the running backward
-        self._use_group(native.process_group)
+        self._begin_group()
         sparse = {id(weight) for weight in sparse_tables_of(model.module)}
         trained = [parameter for _, parameter in synchronized_parameters(model) if parameter.requires_grad]
         self._num_bytes = sum(parameter.nbytes for parameter in trained if id(parameter) not in sparse)
@@ -532,7 +533,7 @@ class LeftToDdp(_PlugOfDdp):
         observers, self._observers = self._observers, set()
         self._settle()
         if renew(self._model):
-            self._use_group(self._native.process_group)
+            self._begin_group()
             self._model.reducer.prepare_for_forward()  # DDP has done that with the other one
         self._observers = observers
         self._settle()
@@ -548,6 +549,10 @@ class LeftToDdp(_PlugOfDdp):
             self._seen = None
             self._use_group(self._native.process_group)
             self._add_hooks()
+
+    def _begin_group(self) -> None:
+        keep_group(self._model, self._native.process_group)
+        self._use_group(self._native.process_group)
 
     def _use_group(self, group: Any) -> None:
         """Have DDP send its buckets through its own group, or through that which hangs up, if it is another.

@@ -112,8 +112,7 @@ def orthonormal(rows: Tensor) -> Tensor:
     element first, so that no square overflows or vanishes.
     """
     largest = rows.abs().max()
-    scaled = rows / largest if largest > 0 else rows
-    return torch.linalg.qr(scaled.t())[0].t()
+    return torch.linalg.qr((rows / largest if largest > 0 else rows).t())[0].t()
 
 
 def next_basis(rows: Tensor, before: Tensor) -> Tensor:

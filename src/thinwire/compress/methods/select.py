@@ -282,8 +282,7 @@ def _filled(selection: Selection, too_few: float, k: int) -> Selection:
     ids, chosen = selection
     sure, _ = kernels.select_at_least(chosen, too_few)
     taken = torch.zeros(ids.numel(), dtype=torch.bool).index_fill_(0, sure, True)
-    others = (~taken).nonzero().flatten()[: k - sure.numel()]
-    taken.index_fill_(0, others, True)
+    taken.index_fill_(0, (~taken).nonzero().flatten()[: k - sure.numel()], True)
     return ids[taken], chosen[taken]
 
 

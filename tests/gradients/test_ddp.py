@@ -233,8 +233,8 @@ def test_ranks_may_run_out_of_data_only_inside_of_join() -> None:
         assert is_joining(ddp)
         assert not _PlugOfDdp(ddp).can_hold
         backward(ddp)
-    assert _PlugOfDdp(DistributedDataParallel(Layers())).can_hold
-    assert not _PlugOfDdp(DistributedDataParallel(Layers(), static_graph=True)).can_hold
+    others = [DistributedDataParallel(Layers(), static_graph=is_static) for is_static in (False, True)]
+    assert [_PlugOfDdp(one).can_hold for one in others] == [True, False], "plugs do not keep them alive"
 
 
 @pytest.mark.parametrize(

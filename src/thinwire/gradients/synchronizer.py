@@ -506,8 +506,8 @@ class Synchronizer(Attached):
         is_alike = isinstance(self._model, DistributedDataParallel) or self._sharding is not None
         if not on_host or self._intent is not None or not is_alike:
             return None
-        native = self._inner.native_group(in_order=bool(sparse_tables_of(self._module)))
-        return NativeAllReduce(native, self._gradients, self._inner.lost_to)
+        is_sparse = self._sharding is None and bool(sparse_tables_of(self._module))  # FSDP's go through that group, too
+        return NativeAllReduce(self._inner.native_group(is_sparse), self._gradients, self._inner.lost_to)
 
     def _make_collective(
         self, group: dist.ProcessGroup, lane: Lane, native: NativeAllReduce | None

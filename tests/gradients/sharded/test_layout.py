@@ -595,3 +595,21 @@ def _no_alarm(context: RankContext) -> None:
 @pytest.mark.slow
 def test_no_false_alarm_of_steps_that_are_not_made_after_backward() -> None:
     run_ranks(_no_alarm, world_size=2, timeout_seconds=60)
+
+
+def _knows_the_group(context: RankContext) -> list[int]:
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 4))
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)), ignored_params=thinwire.embedding_tables(model))
+    sync = thinwire.attach(model)
+    model(torch.tensor([context.rank])).sum().backward()
+    ranks = dist.get_process_group_ranks(sync._inner.native_group())
+    sync.detach()
+    return ranks
+
+
+def test_torch_knows_the_group_of_what_fsdp_gathers_also_beside_a_sparse_table() -> None:
+    """It looks the group up to log an error, which it would replace by one about the group."""
+    for outcome in run_ranks(_knows_the_group, world_size=2, timeout_seconds=60):
+        assert outcome.value == [0, 1]

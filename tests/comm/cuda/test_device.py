@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -16,13 +17,18 @@ from thinwire.errors import ThinwireError
 HERE = torch.device("cuda", 1)
 
 
+def _trained() -> tuple[CudaDevice, Tensor, Any]:
+    """Return a gradient that the stream of training makes, and the event after it."""
+    device = CudaDevice(HERE)
+    with device.selected():
+        gradient = torch.ones(100, device=HERE)
+        return device, gradient, device.record()
+
+
 @pytest.mark.parametrize("waits", [True, False])
 def test_the_lane_follows_training_only_where_it_waits_for_an_event(waits: bool) -> None:
     with simulated() as world:
-        device = CudaDevice(HERE)
-        with device.selected():
-            gradient = torch.ones(100, device=HERE)
-            done = device.record()
+        device, gradient, done = _trained()
         with device.lane_stream():
             if waits:
                 device.wait(done)
@@ -113,10 +119,7 @@ def test_memory_of_the_host_comes_back_from_the_device_without_a_wait() -> None:
 @pytest.mark.parametrize("is_kept", [True, False])
 def test_memory_that_training_frees_is_used_again_only_when_the_lane_is_done(is_kept: bool) -> None:
     with simulated() as world:
-        device = CudaDevice(HERE)
-        with device.selected():
-            gradient = torch.ones(100, device=HERE)
-            done = device.record()
+        device, gradient, done = _trained()
         with device.lane_stream():
             device.wait(done)
             gradient.mul_(2)

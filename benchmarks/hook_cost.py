@@ -20,9 +20,9 @@ from thinwire.lab.testbed.launch import leave_kernels_to_ranks, preload, values_
 from thinwire.lab.testbed.rank import RankContext
 
 HOOKS = {
-    passes.Passes: ("_before_forward", "_after_forward", "_end_backward", "_before_optimizer"),
+    passes.Passes: ("_before_forward", "_after_forward", "begin", "_end", "_before_optimizer"),
     passes.Guard: ("enter",),
-    ddp.LeftToDdp: ("_on_gradient", "_computed"),
+    ddp.LeftToDdp: ("_on_gradient",),
 }
 
 
@@ -32,6 +32,7 @@ def train(context: RankContext, name: str, steps: int) -> dict[str, tuple[float,
 
     def watch(owner: type, name: str) -> None:
         method = getattr(owner, name)
+        is_static = isinstance(vars(owner)[name], staticmethod)
 
         def call(*args: Any) -> Any:
             started = time.perf_counter()
@@ -39,7 +40,7 @@ def train(context: RankContext, name: str, steps: int) -> dict[str, tuple[float,
             seconds[f"{owner.__name__}.{name}"].append(time.perf_counter() - started)
             return result
 
-        setattr(owner, name, call)
+        setattr(owner, name, staticmethod(call) if is_static else call)
 
     for owner, names in HOOKS.items():
         for each in names:
@@ -62,8 +63,7 @@ def main() -> None:
     leave_kernels_to_ranks()
     for name in options.jobs.split(","):
         first, _ = values_of_ranks(train, name, options.steps, world_size=2, timeout_seconds=600)
-        outer = [key for key in first if key not in ("step", "Guard.enter")]  # called by others, too
-        total = sum(calls * seconds for calls, seconds in (first[key] for key in outer))
+        total = sum(calls * seconds for key, (calls, seconds) in first.items() if key != "step")
         print(f"{name}: {1e6 * total:.0f} us of {1e6 * first['step'][1]:.0f}")
         for key, (calls, seconds) in first.items():
             print(f"  {key:26} {calls:4.1f} x {1e6 * seconds:6.1f} us", flush=True)

@@ -410,6 +410,7 @@ class Lane:
         self._sequence = 0
         self.codes_values = False  # whether values of rows travel as their code where it pays; alike on all ranks
         self._broken: Exception | None = None
+        self.is_broken = False  # whether it broke off, so that jobs fail
         self._ending: list[SimpleFuture[None]] = []  # the ends of its groups, once it is broken
         self._machine: Machine | None = None
         self._is_measured = False
@@ -605,6 +606,7 @@ class Lane:
                 if own is not None and not (error is not None and _is_late(error)):  # then Gloo closes all of them
                     self.lost = frozenset(own.lost())
                 self._broken = ThinwireError(reason)  # a new one, without a traceback: its frames would hold the group
+                self.is_broken = True
                 ended = own.dead() if own is not None and is_of_peer else set()
                 if own is not None and self.lost and not ended and is_of_peer:
                     time.sleep(ENDING_SECONDS)
@@ -667,11 +669,6 @@ class Lane:
         if future is not None and self._claims(future):
             self._start_thread(end)
             future.set_exception(error)  # type: ignore[arg-type]
-
-    @property
-    def is_broken(self) -> bool:
-        """Whether the lane broke off, so that jobs fail."""
-        return self._broken is not None
 
     def check(self, what: str, cure: str = "") -> None:
         """Raise ThinwireError if the lane was broken off, so that ``what`` cannot be synchronized; by whom if known."""

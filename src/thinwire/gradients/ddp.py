@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from copy import copy
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -31,7 +32,7 @@ from thinwire.gradients import torch_internals as internals
 from thinwire.gradients.buckets import Buckets, Pending
 from thinwire.gradients.exact import NativeAllReduce
 from thinwire.gradients.module import synchronized_parameters
-from thinwire.gradients.tables import sparse_tables_of, weak
+from thinwire.gradients.tables import sparse_tables_of
 from thinwire.sums.cost import DENSIFICATION_EXPONENT
 
 Groups = tuple[tuple[str, ...], ...]
@@ -232,6 +233,8 @@ class Plug:
     """Whether buckets can be seen: not where DDP has a communication hook of somebody else."""
     is_stale = False
     """Whether `before_forward` has anything to do."""
+    is_timed = True
+    """Whether somebody wants to know when the forward of the model has ended."""
 
     def __init__(self) -> None:
         self._accumulates = False
@@ -242,8 +245,8 @@ class Plug:
         """Whether the next backward pass synchronizes, and is not one of `no_sync`."""
         return not self._accumulates
 
-    def finish_left(self) -> float | None:
-        """Note a step that stock DDP did, if it did; return the seconds for which its backward waited."""
+    def finish_left(self, computed: float) -> float | None:
+        """Note a step that stock DDP did, if it did; return the seconds for which it waited since it had computed."""
         return None
 
     def book(self) -> None:
@@ -500,7 +503,7 @@ class LeftToDdp(_PlugOfDdp):
         self._reasons = set[str]()  # that all ranks have to see the buckets
         had_hook = lane.agree("whose model has had a hook", [float(model in _dispatchers)])
         self._has_hook = self.is_stale = [1.0] in had_hook
-        self._since: float | None = None  # end of computing in the running backward
+        self._is_reached = self.is_timed = False  # whether DDP has got a gradient of the running backward
         self._begin_group()
         sparse = {id(weight) for weight in sparse_tables_of(model.module)}
         trained = [parameter for _, parameter in synchronized_parameters(model) if parameter.requires_grad]
@@ -539,7 +542,8 @@ class LeftToDdp(_PlugOfDdp):
         self._settle()
 
     def _settle(self) -> None:
-        if bool(self._observers or self._reasons) == (self._seen is not None):
+        self.is_timed = bool(self._observers or self._reasons)
+        if self.is_timed == (self._seen is not None):
             return
         if self._seen is None:
             self._remove_hooks()
@@ -566,7 +570,7 @@ class LeftToDdp(_PlugOfDdp):
 
     def _add_hooks(self) -> None:
         trained = [parameter for _, parameter in synchronized_parameters(self._model) if parameter.requires_grad]
-        hook = weak(self._on_gradient)
+        hook = partial(self._on_gradient, weakref.ref(self))
         one_suffices = not (self._model.find_unused_parameters or self._model.static_graph)  # each backward reaches any
         first = trained[:1] if one_suffices else trained
         self._handles = [parameter.register_post_accumulate_grad_hook(hook) for parameter in first]
@@ -574,10 +578,10 @@ class LeftToDdp(_PlugOfDdp):
     def take_in_flight(self) -> Sequence[Pending]:
         return () if self._seen is None else self._seen.take_in_flight()
 
-    def finish_left(self) -> float | None:
-        if self._seen is not None or self._since is None:
+    def finish_left(self, computed: float) -> float | None:
+        if self._seen is not None or not self._is_reached:
             return None
-        waited, self._since = time.perf_counter() - self._since, None
+        waited, self._is_reached = time.perf_counter() - computed, False
         self._lane.busy_seconds += waited
         self._left_steps += 1
         if self._sparse:
@@ -599,7 +603,7 @@ class LeftToDdp(_PlugOfDdp):
         if ROWS not in self._reasons:
             self._note_rows()
             self._count_rows(1)
-        self._since = None
+        self._is_reached = False
         if self._seen is not None:
             self._seen.deliver()
         self._settle()
@@ -620,7 +624,7 @@ class LeftToDdp(_PlugOfDdp):
         self._row_bytes = 0
 
     def reset(self) -> None:
-        self._since = None
+        self._is_reached = False
         if self._seen is not None:
             self._seen.reset()
 
@@ -632,18 +636,16 @@ class LeftToDdp(_PlugOfDdp):
 
     def _send(self) -> None:
         if self._seen is None:
-            self._on_gradient()
+            self._on_gradient(weakref.ref(self))
 
-    def _on_gradient(self, parameter: Tensor | None = None) -> None:
-        """Queue a callback before DDP's, which waits for its buckets; `begin` queues another behind that."""
-        if self._since is None and self.synchronizes:
-            self._since = time.perf_counter()
-            internals.at_end_of_backward(self._computed)
-
+    @staticmethod
     @never_compiled
-    def _computed(self) -> None:
-        self._since = time.perf_counter()
-        self._begin()
+    def _on_gradient(weak: "weakref.ref[LeftToDdp]", parameter: Tensor | None = None) -> None:
+        """Queue `begin` before DDP's callback, which waits for its buckets; `begin` queues another behind that."""
+        left = weak()
+        if left is not None and not left._is_reached and left.synchronizes:
+            left._is_reached = True
+            internals.at_end_of_backward(left._begin)
 
     def _remove_hooks(self) -> None:
         for handle in self._handles:

@@ -8,17 +8,19 @@ broken off.
 from __future__ import annotations
 
 import sys
+import time
 import weakref
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import chain
 from operator import attrgetter, itemgetter
-from types import FrameType
+from types import FrameType, NoneType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
@@ -64,15 +66,15 @@ class Backward:
     any other begins, so it is entered there if that is watched.
     """
 
-    def __init__(self, ended: Callable[[], None]) -> None:
+    def __init__(self, ended: Callable[[], object] = NoneType) -> None:
         self._ended = ended
-        self._callback: weakref.ref[partial[None]] | None = None
+        self._callback: Callable[[], partial[None] | None] = NoneType  # a weak reference while a pass runs
         self._task = -1
 
     @property
     def is_running(self) -> bool:
         """Whether the entered pass has not ended. Autograd drops the callback if an exception ends it."""
-        return self._callback is not None and self._callback() is not None
+        return self._callback() is not None
 
     def is_nested(self) -> bool:
         """Whether this is called by another pass, inside of the one that was entered."""
@@ -80,18 +82,15 @@ class Backward:
 
     def enter(self) -> bool:
         """Arrange for ``ended`` to be called; return whether a backward runs at all."""
-        if self._callback is None or self._callback() is None:
+        if self._callback() is None and graph_task() >= 0:
             callback = partial(self._end)
-            try:
-                at_end_of_backward(callback)
-            except RuntimeError:
-                return False
+            at_end_of_backward(callback)
             self._callback, self._task = weakref.ref(callback), graph_task()
-        return True
+        return self._callback() is not None
 
     @never_compiled
     def _end(self) -> None:
-        self._callback = None
+        self._callback = NoneType
         self._ended()
 
 
@@ -136,7 +135,7 @@ class Structure:
     def __init__(self, model: nn.Module, excluded: Container[str] = ()) -> None:
         self._model, self._excluded = weakref.ref(model), excluded
         trained = model.named_parameters() if is_sharded(model) else synchronized_parameters(model, excluded)
-        self._known = {id(parameter): (parameter, name) for name, parameter in trained}
+        self.known = {id(parameter): (parameter, name) for name, parameter in trained}
         self._is_functional = False
         self._note()
 
@@ -147,12 +146,7 @@ class Structure:
             self._explain()
 
     def __contains__(self, parameter: Tensor) -> bool:
-        return id(parameter) in self._known
-
-    def names(self, optimizer: Optimizer) -> Iterator[str]:
-        """Return the names of the parameters that are an optimizer's, with no call of Python's for each."""
-        its = map(id, chain.from_iterable(map(_PARAMETERS, optimizer.param_groups)))
-        return map(_NAME, filter(None, map(self._known.get, its)))
+        return id(parameter) in self.known
 
     def _note(self) -> None:
         model = self._model()
@@ -167,7 +161,7 @@ class Structure:
         self._ids = [*map(id, self._values)]
         self._first = modules[0]._forward_pre_hooks if modules else {}
         self._num_hooks = len(self._first)
-        self._kept = [entry for entry, _ in self._known.values()] if modules else []
+        self._kept = [entry for entry, _ in self.known.values()] if modules else []
         self._kinds = [*map(_KIND, self._kept)]
 
     def _explain(self) -> None:
@@ -212,6 +206,7 @@ class Structure:
 
 
 _KIND, _PARAMETERS, _NAME = attrgetter("dtype", "device"), itemgetter("params"), itemgetter(1)
+_IS_BROKEN = attrgetter("is_broken")
 CURE = ". Call detach() and attach again on all ranks, or restart the job"
 REASON = "an exception ended a backward pass of rank {rank} before all its gradients were there"
 
@@ -228,46 +223,28 @@ class Guard:
     """
 
     def __init__(self, lanes: Sequence[Lane]) -> None:
-        self._lanes = lanes
+        self.lanes = lanes
         self.is_entered = False  # since the last forward
-        self._running: weakref.ref[_Pass] | None = None
+        self.running: Callable[[], _Pass | None] = _Pass  # what to call where a pass that is guarded breaks off
 
-    @property
-    def is_running(self) -> bool:
-        """Whether a backward pass is guarded that has not ended."""
-        return self._running is not None and bool(self._running())
-
-    def enter(self) -> None:
+    @never_compiled
+    def enter(self, *gradients: object) -> None:
         """Guard the running backward pass, for which peers wait; outside of one nothing happens."""
-        if self._running is None or not self._running():
+        if graph_task() >= 0 and not self.running():
             running = _Pass((self.broke_off,))
-            try:
-                at_end_of_backward(running.clear)
-            except RuntimeError:
-                running.clear()
-            else:
-                self._running, self.is_entered = weakref.ref(running), True
+            at_end_of_backward(partial(at_end_of_backward, running.clear))  # after DDP's, which waits for its buckets
+            self.running, self.is_entered = weakref.ref(running), True
 
     def failed(self, error: BaseException) -> None:
         """Break off after an error in the work at the end of a pass, unless all ranks raise it and stay in step."""
-        if ranks_told(error) < self._lanes[0].world_size:
+        if ranks_told(error) < self.lanes[0].world_size:
             self.broke_off(error)
-
-    def check(self, structure: Structure) -> None:
-        """Raise ThinwireError at the beginning of a step that cannot be synchronized any more, on all ranks."""
-        for lane in self._lanes:
-            lane.check("the gradients of this step", CURE)
-        if self._lanes[0].world_size > 1:
-            try:
-                structure.check()
-            except ThinwireError as error:
-                for lane in self._lanes:
-                    lane.break_off(f"rank {lane.global_rank}: {error}")
-                raise
+        elif running := self.running():
+            running.clear()
 
     def broke_off(self, error: BaseException | None) -> LostPeerError | None:
         """Break off after an error, None for an unknown one; return what to raise instead, if anything."""
-        lanes = [lane for lane in self._lanes if lane.world_size > 1]
+        lanes = [lane for lane in self.lanes if lane.world_size > 1]
         if lanes and is_of_a_peer(error) and not isinstance(error, LostPeerError):
             assert error is not None
             error = lost = lanes[0].lost_to(error)
@@ -329,7 +306,7 @@ class _Unwinding:
         self._end(None)
 
 
-class Passes:
+class Passes(Backward):
     """The forward and backward passes of a model, which it does not keep alive.
 
     Args:
@@ -340,13 +317,13 @@ class Passes:
 
     _plug: Plug  # of `watch`, like the two below
     _guard: Guard
-    _finish: Callable[[bool], None]
+    _finish: Callable[[bool, float], None]
 
     def __init__(self, model: nn.Module, clock: Clock, excluded: Container[str] = ()) -> None:
+        super().__init__()
         self._model, self._clock, self._excluded = weakref.ref(model), clock, excluded
         self._is_ddp = isinstance(model, DistributedDataParallel)
-        self._began = False
-        self.backward = Backward(weak(self._end_backward))
+        self._began = 0.0  # when the first bucket was there, or under stock DDP, when there was nothing left to compute
         self._forwards = self._counted = 0  # so far, and at the last counted step
         self.is_local = False  # whether no_sync was called since the last synchronized pass
         self.is_midway = False  # whether a forward has begun a step that no synchronized pass has ended
@@ -356,7 +333,7 @@ class Passes:
         self._structure = Structure(model, excluded)
         self._has_warned = False
         self._finished = self._taken = 0  # backward passes so far, and when an optimizer last took their gradients
-        self._ended = 0  # passes of which all means are known
+        self._completed = 0  # passes of which all means are known
         self.optimizer_steps = 0  # that took gradients of new passes; optimizers of one pass count once
         self._used: dict[weakref.ref[Optimizer], int] = {}  # those at an optimizer's last step
 
@@ -370,8 +347,9 @@ class Passes:
         Args:
             plug: the connection to the model.
             guard: what breaks off when a pass fails.
-            finish: called at the end of each backward pass in which `begin` was called, with whether that is a step:
-                under DDP re-entrant checkpointing ends several for one forward, of which the first counts.
+            finish: called at the end of each backward pass in which `begin` was called, with whether that is a step,
+                and when it was called first (`time.perf_counter`): under DDP re-entrant checkpointing ends several
+                passes for one forward, of which the first counts.
             commit: called with an optimizer that is about to step, and the names of its parameters of this model;
                 None if nobody asks.
         """
@@ -384,7 +362,8 @@ class Passes:
             module.register_forward_hook(Hook(self._after_forward)),
         ]
         if not isinstance(plug, Alone):
-            self._handles.append(register_optimizer_step_pre_hook(weak(self._before_optimizer)))
+            hook = self._before_optimizer if self._is_ddp else weak(self._before_optimizer)  # FSDP's hold the model
+            self._handles.append(register_optimizer_step_pre_hook(hook))
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -393,12 +372,13 @@ class Passes:
 
     def begin(self) -> bool:
         """Arrange for ``finish`` to be called at the end of the running backward; return whether there is one."""
-        self._guard.enter()
+        if not self._guard.running():
+            self._guard.enter()
         if self._began:
             self._forget_broken_off()
-        if not self._began:
-            self._began = self.backward.enter()
-        return self._began
+        if not self._began and self.enter():
+            self._began = time.perf_counter()
+        return bool(self._began)
 
     def reduces(self) -> None:
         """Begin with a reduction of FSDP's; outside of backward, as in a pipeline, send what no pass has sent."""
@@ -408,24 +388,26 @@ class Passes:
     def doing(self) -> str:
         """Return the step, and what this rank does in it, for messages."""
         is_backward = self.are_watched and self._guard.is_entered
-        return f"step {self._ended + 1}, in {'backward' if is_backward else self._phase}"
+        return f"step {self._completed + 1}, in {'backward' if is_backward else self._phase}"
 
-    def _end_backward(self) -> None:
-        began, self._began = self._began, False
+    @never_compiled
+    def _end(self) -> None:
+        self._callback = NoneType
+        began, self._began = self._began, 0.0
         if began or self._plug.is_idle:
             self._finished, self.is_local = self._finished + 1, False
             is_repeated = self._is_ddp and 0 < self._forwards == self._counted
             self._counted = self._forwards
             try:
-                self._finish(not is_repeated)
+                self._finish(not is_repeated, began)
             except BaseException as error:
                 self._guard.failed(error)
                 raise
-            self._ended, self.is_midway, self._guard.is_entered = self._finished, False, False
+            self._completed, self.is_midway, self._guard.is_entered = self._finished, False, False
             self._phase = "other code after it"
 
     def _before_forward(self, module: nn.Module, args: tuple[object, ...]) -> None:
-        if torch.compiler.is_compiling():  # anything would break its graph
+        if is_compiling():  # anything would break its graph
             return
         self._forwards += 1
         if not self._is_ddp:
@@ -437,7 +419,15 @@ class Passes:
         if self._began:
             self._forget_broken_off()
         if not self.is_local:
-            self._guard.check(self._structure)
+            for lane in filter(_IS_BROKEN, self._guard.lanes):
+                lane.check("the gradients of this step", CURE)
+            if self._guard.lanes[0].world_size > 1:
+                try:
+                    self._structure.check()
+                except ThinwireError as error:
+                    for lane in self._guard.lanes:
+                        lane.break_off(f"rank {lane.global_rank}: {error}")
+                    raise
             if self._plug.is_stale:
                 self._plug.before_forward()
             if graph_task() >= 0:
@@ -448,7 +438,7 @@ class Passes:
 
         Passes of the model inside of it, as GradCache makes them, are then sent once, and not each.
         """
-        if self._plug.can_hold and not (self._guard.is_running or self.backward.is_running):
+        if self._plug.can_hold and not (self._guard.running() or self.is_running):
             held = _Held(self._plug.hold(), self.send)
             at_end_of_backward(held)
             self._held = weakref.ref(held)
@@ -467,23 +457,26 @@ class Passes:
 
     def _after_forward(self, module: nn.Module, args: tuple[object, ...], output: object) -> None:
         """Record the beginning of backward: only the training script knows it more exactly."""
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        if is_compiling() or not torch.is_grad_enabled():
             return
         self._phase = "the loss"
-        if self._plug.synchronizes:
-            if module.training:
+        if not self.is_local:
+            if module.training and self._plug.is_timed:
                 self._clock.start()
             if self._plug.begins_at_output:
-                watch(output, self.backward.enter)
-        watch(output, self._guard.enter)
+                watch(output, self.enter)
+        for tensor in (output,) if isinstance(output, Tensor) else tensors_of(output):
+            if tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(self._guard.enter)
 
     def _forget_broken_off(self) -> None:
         """Forget a backward pass that an exception broke off."""
-        if self._began and not self.backward.is_running:
-            self._began = False
+        if self._began and not self.is_running:
+            self._began = 0.0
             self._plug.reset()
             self._clock.reset()
 
+    @never_compiled
     def _before_optimizer(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         """Count steps, and warn once of gradients that thinwire has not seen since the last step of this optimizer.
 
@@ -496,12 +489,14 @@ class Passes:
         if self._is_ddp and self.is_midway and not self.is_local and graph_task() >= 0 and self._trains(optimizer):
             raise ThinwireError(EARLY_STEP.format(f"{type(optimizer).__name__} steps in a hook of backward"))
         last, self._used[one] = self._used.get(one := weakref.ref(optimizer), 0), self._finished
-        if next(self._structure.names(optimizer), ""):  # not for each parameter, where nobody asks
+        its = map(id, chain.from_iterable(map(_PARAMETERS, optimizer.param_groups)))
+        names = map(_NAME, filter(None, map(self._structure.known.get, its)))
+        if name := next(names, ""):  # not for each parameter, where nobody asks
             self.optimizer_steps += self._taken != self._finished
             self._taken = self._finished
             if self._commit is not None:
-                self._commit(optimizer, list(self._structure.names(optimizer)))
-        if last != self._finished or self.is_local or self.backward.is_running or self._has_warned:
+                self._commit(optimizer, [name, *names])
+        if last != self._finished or self.is_local or self.is_running or self._has_warned:
             return
         if all(float(group.get("lr", 1.0)) == 0.0 for group in optimizer.param_groups) or not self._trains(optimizer):
             return

@@ -430,7 +430,7 @@ class Synchronizer(Attached):
             return
         self._passes.send_held()
         for lane in self._lanes:
-            if self._passes.is_midway and not self._passes.backward.is_running and lane.world_size > 1:
+            if self._passes.is_midway and not self._passes.is_running and lane.world_size > 1:
                 lane.break_off(f"detach() in the middle of a step of rank {lane.global_rank}")
         self._release.detach()
         self._plug.remove()
@@ -571,7 +571,7 @@ class Synchronizer(Attached):
             trained = trained_parameters(self._module, self._lookups, self._names)
             names = None if self._intent is None else self._intent.groups
             groups = None if names is None else indices_of(trained, names)
-            is_nested = weak(self._passes.backward.is_nested)
+            is_nested = weak(self._passes.is_nested)
             if self._sharding is not None:
                 ignored = self._beside(self._sharding.group(), self._lane)
                 rest = trained, ignored, self._lookups, self._lane, begin, self._clock, None, is_nested

@@ -29,7 +29,7 @@ def nothing(*_: object) -> Any:
 @pytest.mark.parametrize("timed", ["plan", "codes", "neither"])
 def test_a_plan_and_codes_are_not_compared_in_the_same_steps(timed: str) -> None:
     plan, codes = Decision(timed == "plan"), Decision(timed == "codes")
-    waits = {"finish_left": lambda: None, "finish": lambda: 0.0, "take_in_flight": nothing}
+    waits = {"finish_left": lambda computed: None, "finish": lambda: 0.0, "take_in_flight": nothing}
     plug: Any = SimpleNamespace(**waits, deliver=nothing, book=nothing)
     gradients = SimpleNamespace(choices={}, in_rank_order=True, records={})
     sums: Any = SimpleNamespace(finish_step=nothing, gradients=gradients)

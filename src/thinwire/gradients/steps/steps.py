@@ -145,9 +145,12 @@ class StepLoop:
         self.count = 0
         self._has_warned = False
 
-    def finish(self, counts: bool = True) -> None:
-        """End a step when backward has nothing left to compute: all waiting in here is exposed communication."""
-        times, waited = None, self._plug.finish_left()
+    def finish(self, counts: bool = True, began: float = 0.0) -> None:
+        """End a step when backward has nothing left to compute: all waiting in here is exposed communication.
+
+        A model that is left to DDP has waited since it ``began`` (`time.perf_counter`).
+        """
+        times, waited = None, self._plug.finish_left(began)
         if waited is None:
             self._plug.book()
             started = self._plug.finish()
@@ -162,7 +165,9 @@ class StepLoop:
         if self._adopt is not None and not is_joining(self._model()):
             adopt, self._adopt = self._adopt, None
             self.decisions = self.decisions._replace(rows=adopt(self.decisions.rows))
-        self._check_mode()
+        is_deciding = any(self.decisions)
+        if is_deciding or times is not None:
+            self._check_mode()
         if counts and self.count == 1:
             self._plug.book()
             if self._lanes[0].rank == 0:
@@ -172,7 +177,7 @@ class StepLoop:
         if self._trace is not None and times is not None:
             self._trace.add(times)
         execution, choice, rows = self.decisions
-        if not any(self.decisions) or is_joining(self._model()):
+        if not is_deciding or is_joining(self._model()):
             return
         codes = choice is not None and choice.trial.is_timed  # one at a time: the others' seconds would be of its arms
         if execution is not None and times is not None and not codes:

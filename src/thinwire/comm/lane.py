@@ -34,7 +34,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.futures import Future
 
 from thinwire.comm.agree import gather_records
-from thinwire.comm.c10d import device_of, gloo_group, group_in_order, store_of, timeout_of
+from thinwire.comm.c10d import device_of, gloo_group, sparse_group, store_of, timeout_of
 from thinwire.comm.channel import Channel, Subject
 from thinwire.comm.connections import Connected, PrivateGroup, between, connected, dead, listens_at, packed_ends
 from thinwire.comm.hosts import discover
@@ -198,7 +198,7 @@ def _not_all_here(parent: dist.ProcessGroup, why: str, lost: int | None = None) 
 def _connect(parent: dist.ProcessGroup, kind: _Kind, processes: list[list[Connected]], notes: Notes) -> PrivateGroup:
     """Make the group, and append which connections of this process lead to which rank as soon as that is known."""
     ranks = dist.get_process_group_ranks(parent)
-    timeout, in_order = kind
+    timeout, for_sparse = kind
     limit = timeout or timeout_of(parent) or default_pg_timeout
     try:
         name, found = _meet(parent, notes, limit)
@@ -206,7 +206,7 @@ def _connect(parent: dist.ProcessGroup, kind: _Kind, processes: list[list[Connec
         # Torch makes a group without a barrier, so the first ranks have all their connections while others still make
         # theirs. If one of the first failed then and hung up, a rank that connects to a peer of it would try until the
         # timeout. So each waits until all have sent their addresses.
-        make = partial(group_in_order if in_order else gloo_group, name, ranks, limit)
+        make = partial(sparse_group if for_sparse else gloo_group, name, ranks, limit)
         return PrivateGroup(make, lambda data: _gather(data, parent, limit), kind)
     except RuntimeError as error:
         raise _not_all_here(parent, str(error).splitlines()[0]) from error
@@ -435,19 +435,19 @@ class Lane:
         """How long ranks wait for each other."""
         return (self._timeout or default_pg_timeout).total_seconds()
 
-    def native_group(self, in_order: bool = False) -> dist.ProcessGroup:
+    def native_group(self, for_sparse: bool = False) -> dist.ProcessGroup:
         """Return a second Gloo group of the same ranks, for all-reduces that need not wait for jobs.
 
         The first call makes it, in a collective call of all ranks outside of jobs; later calls return the same one. It
         is hung up with the lane, and left for the next lane when this one is closed.
 
         Args:
-            in_order: whether it is a `group_in_order`.
+            for_sparse: whether it is a `sparse_group`.
         """
         if self._native is None:
             parent = self._parent()
             assert parent is not None, "the process group of this lane was destroyed"
-            self._native = _take_group(parent, (self._timeout, in_order), self.notes)
+            self._native = _take_group(parent, (self._timeout, for_sparse), self.notes)
             self.agree("who has the group of native sums", [1.0])  # else one could hang up before another has it
         return self._native.process_group
 
@@ -611,6 +611,8 @@ class Lane:
                 if own is not None and self.lost and not ended and is_of_peer:
                     time.sleep(ENDING_SECONDS)
                     ended = own.dead()
+                if not is_of_peer and self._native is not None:
+                    time.sleep(ENDING_SECONDS)
                 self.notes.leave(self._note(reason, error, [self.exchange.global_ranks[rank] for rank in ended]))
                 with suppress(RuntimeError):  # no thread starts while the process exits
                     self.on_lost() if is_of_peer else None

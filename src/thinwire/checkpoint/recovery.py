@@ -15,6 +15,7 @@ from thinwire.checkpoint.choice import Choice, choose
 from thinwire.checkpoint.group import gather_json, on_all
 from thinwire.checkpoint.holder.client import HolderClient, SlotReader
 from thinwire.checkpoint.holder.faultpoint import reach
+from thinwire.checkpoint.holder.frames import closed_on_error
 from thinwire.checkpoint.holder.start import KnownRun
 from thinwire.checkpoint.holder.version import NONCE_BITS, StoredStep, Version, next_attempt, stored_steps
 from thinwire.checkpoint.registration import Registration
@@ -86,12 +87,9 @@ class ForeignShards:
         self._readers: dict[int, SlotReader] = {}
         self._tensors: dict[int, Sequence[Tensor]] = {}
         needs = gather_json(sorted(needed), group)
-        try:
+        with closed_on_error(self):
             on_all(group, lambda: self._fetch(version, needs, registration))
             on_all(group, lambda: self._open(version, needed, registration))
-        except BaseException:
-            self.close()
-            raise
 
     @staticmethod
     def _fetch(version: StoredStep, needs: list[list[int]], registration: Registration) -> None:

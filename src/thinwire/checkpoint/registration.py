@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from thinwire.checkpoint.group import gather_json, on_all
 from thinwire.checkpoint.holder.client import Common, HolderClient
+from thinwire.checkpoint.holder.frames import closed_on_error
 from thinwire.checkpoint.holder.replication import is_loopback, parse_address
 from thinwire.checkpoint.holder.slots import SlotSize
 from thinwire.checkpoint.holder.start import (
@@ -130,11 +131,8 @@ class Registration:
         first = gather_json(_JOBS.setdefault(os.getpid(), secrets.token_hex(8)), group)[0]
         self._job = f"{first}/{self.topology}" if leases else ""
         end_with_agent()
-        try:
+        with closed_on_error(self):
             self._connect_all()
-        except BaseException:
-            self.close()
-            raise
 
     @property
     def here(self) -> str:
@@ -207,12 +205,9 @@ class Registration:
             )
         else:
             client = HolderClient.connect(self._path, load_secret(self._path))
-        try:
+        with closed_on_error(client):
             if self._job:
                 client.join(self.run_id, self._job)
-        except BaseException:
-            client.close()
-            raise
         return client
 
     def exchange(self, error: str = "") -> None:

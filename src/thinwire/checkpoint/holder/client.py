@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from thinwire.checkpoint.holder.faultpoint import reach
-from thinwire.checkpoint.holder.frames import Connection, Frame, FrameKind
+from thinwire.checkpoint.holder.frames import Connection, Frame, FrameKind, closed_on_error
 from thinwire.checkpoint.holder.slots import Slot, SlotSize
 from thinwire.checkpoint.holder.version import (
     MAX_LAYOUT_BYTES,
@@ -154,17 +154,15 @@ class HolderClient(contextlib.AbstractContextManager["HolderClient"]):
             raise LostPeerError(f"no holder at {socket_path} ({error}); start one with: thinwire holder") from error
         connection = Connection(sock, timeout_seconds, take_descriptors=True)
         pid = connection.peer_pid
-        try:
-            connection.greet(secret)
-        except PeerError as error:
-            connection.close()
-            what = "does not answer" if isinstance(error, LostPeerError) else "refuses"
-            text = f"the holder at {socket_path}, process {pid}, {what}: {error}"
-            hint = f"; to end one of an earlier start or release: thinwire holder --stop --pid {pid}; to wake one: kill"
-            raise type(error)(text + (f"{hint} -CONT {pid}" if pid else "")) from error
-        except BaseException:
-            connection.close()
-            raise
+        with closed_on_error(connection):
+            try:
+                connection.greet(secret)
+            except PeerError as error:
+                what = "does not answer" if isinstance(error, LostPeerError) else "refuses"
+                text = f"the holder at {socket_path}, process {pid}, {what}: {error}"
+                stop = f"to end one of an earlier start or release: thinwire holder --stop --pid {pid}"
+                hint = f"; {stop}; to wake one: kill -CONT {pid}" if pid else ""
+                raise type(error)(text + hint) from error
         return cls(connection)
 
     def __exit__(self, *_: object) -> None:

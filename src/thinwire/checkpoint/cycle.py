@@ -56,11 +56,9 @@ class Worker:
 
         def run() -> None:
             try:
-                result = job()
+                future.set_result(job())
             except BaseException as error:
                 future.set_exception(error)
-            else:
-                future.set_result(result)
 
         self._jobs.put(run)
         return future

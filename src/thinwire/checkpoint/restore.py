@@ -131,7 +131,7 @@ class Restorer:
             )
             if not unasked:
                 return surveyed, candidates, reasons, on_disk
-            surveyed = ask_outside(surveyed, unasked, registration, self._known, self._compares, verify)
+            surveyed = ask_outside(surveyed, unasked, registration, verify)
             asked |= unasked
 
     def _lacks(self, surveyed: Survey, candidates: Sequence[_Candidate], step: int | None) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor
 from thinwire.compress.base import Compressor, Parameter, Payload, State, Summable
 from thinwire.compress.memory import Forgotten
 from thinwire.compress.reductions.base import Peers, Phase, Plan, Reduction, Result, Stopwatch, Task
-from thinwire.compress.reductions.messages import all_known
+from thinwire.compress.reductions.messages import total
 from thinwire.compress.reductions.two_shot import TwoShot
 from thinwire.compress.wrappers import code_of, summable_code, unwrapped
 from thinwire.rows.formats import ring_all_reduce_bytes
@@ -84,8 +84,7 @@ class AllReduce(Reduction):
                     sizes.append(ring_all_reduce_bytes(numel * dtype.itemsize, world_size))
                 else:
                     sizes.append(TwoShot().sent_bytes([_parts_plan(code, numel, dtype)], rank, world_size))
-        known = all_known(sizes)
-        return None if known is None else sum(known)
+        return total(sizes)
 
 
 def _code(task: Task) -> tuple[Summable, State]:

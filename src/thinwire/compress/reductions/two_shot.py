@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -54,8 +54,7 @@ class TwoShot(Reduction):
 
     def sent_bytes(self, plans: Sequence[Plan], rank: int, world_size: int) -> int | None:
         pull = messages.predicted_bytes(_pull_plans(plans, rank, world_size))
-        known = messages.all_known([*_pushed_bytes(plans, rank, world_size), *[pull] * (world_size - 1)])
-        return None if known is None else sum(known)
+        return messages.total([*_pushed_bytes(plans, rank, world_size), *[pull] * (world_size - 1)])
 
 
 @dataclass(frozen=True)
@@ -88,8 +87,7 @@ class ReduceScatter(TwoShot):
         return results
 
     def sent_bytes(self, plans: Sequence[Plan], rank: int, world_size: int) -> int | None:
-        known = messages.all_known(_pushed_bytes(plans, rank, world_size))
-        return None if known is None else sum(known)
+        return messages.total(_pushed_bytes(plans, rank, world_size))
 
 
 class _Shots:
@@ -177,8 +175,6 @@ def _bare(compressor: Compressor) -> Compressor:
         return _bare(compressor.inner)
     if not isinstance(compressor, Wrapper):
         return compressor
-    assert is_dataclass(compressor), "compressors are frozen dataclasses"
-    assert not isinstance(compressor, type)
     return replace(compressor, inner=_bare(compressor.inner))
 
 

@@ -30,7 +30,7 @@ class AllGather(Reduction):
 
         def prepare() -> Tensor:
             with stopwatch.phase(Phase.COMPRESS):
-                payloads = [task.compressor.compress(task.gradient, task.parameter, task.state) for task in tasks]
+                payloads = [task.compress() for task in tasks]
                 packed = [stack.pack([payloads[index] for index in stack.indices]) for stack in stacks]
                 for stack, data in zip(stacks, packed, strict=True):
                     mine.update(_shares(stack, data.numel(), tasks, payloads))
@@ -73,7 +73,7 @@ def _combined(stack: Stack, tasks: Sequence[Task], payloads: Sequence[Payload]) 
     code, parameter = stack.plan
     means = stack.parts(packed_code(code).combine(payloads, parameter), [task.parameter.shape for task in tasks])
     for task, mean in zip(tasks, means, strict=True):
-        task.compressor.finish(mean, task.parameter, task.state)
+        task.finish(mean)
     return means
 
 

@@ -47,12 +47,8 @@ class AllReduce(Reduction):
         sent: list[list[Payload]] = [[] for _ in tasks]
         last: dict[int, Payload] = {}
         with stopwatch.phase(Phase.COMPRESS):
-            current = peers.attempt(  # so that a failure reaches the peers, in place of the sum that they wait for
-                lambda: {
-                    index: task.compressor.compress(task.gradient, task.parameter, task.state)
-                    for index, task in enumerate(tasks)
-                }
-            )
+            # so that a failure reaches the peers, in place of the sum that they wait for
+            current = peers.attempt(lambda: {index: task.compress() for index, task in enumerate(tasks)})
         while current:
             for index, payload in current.items():
                 sent[index].append(payload)
@@ -125,7 +121,7 @@ def _averaged(payloads: dict[int, Payload], peers: Peers, stopwatch: Stopwatch) 
 def _finished(task: Task, mean: Payload, sent: Sequence[Payload]) -> Result:
     code, state = _code(task)
     gradient = code.reconstruct(mean, task.parameter, state)
-    task.compressor.finish(gradient, task.parameter, task.state)
+    task.finish(gradient)
     elements = sum(part.numel() for payload in sent for part in payload.parts)
     return Result(gradient, sum(payload.num_bytes for payload in sent), min(1.0, elements / max(1, gradient.numel())))
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -71,12 +72,8 @@ class Anchors:
         self._frozen = set(self._parameters)
         self._kept: dict[str, Tensor] = {}
         self.adopt()
-        self._outers = [
-            torch.optim.SGD(
-                [self.anchors[name] for name in names], recipe.lr, recipe.momentum, nesterov=recipe.nesterov
-            )
-            for names in self.fragments
-        ]
+        sgd = partial(torch.optim.SGD, lr=recipe.lr, momentum=recipe.momentum, nesterov=recipe.nesterov)
+        self._outers = [sgd([self.anchors[name] for name in names]) for names in self.fragments]
 
     def adopt(self) -> None:
         """Anchor parameters that are trained from now on where they are; call it before each step of the optimizer."""

@@ -237,13 +237,8 @@ def _levels(demand: Demand, hosts: Hosts) -> tuple[Demand, Demand, int]:
     of_host = demand.held * (demand.union / demand.held) ** growth if demand.held else 0.0
     inside = replace(demand, world_size=most, union=max(of_host, demand.held))
     rows = -(-demand.num_rows // linked)
-    between = replace(
-        demand,
-        world_size=len(hosts),
-        num_rows=rows,
-        held=min(rows, of_host / linked),
-        union=min(rows, demand.union / linked),
-    )
+    held, union = min(rows, of_host / linked), min(rows, demand.union / linked)
+    between = replace(demand, world_size=len(hosts), num_rows=rows, held=held, union=union)
     return inside, between, linked
 
 

@@ -279,7 +279,10 @@ class HolderClient(contextlib.AbstractContextManager["HolderClient"]):
     def inventory(self, run_id: str | None = None, verify: bool = True) -> list[Version]:
         """Return the complete versions of a run (default: of hello) on this host; with ``verify``, only those whose
         bytes match their digests now."""
-        content = {"run_id": run_asked_for(run_id, self.shard), "verify": verify}
+        run = run_id if run_id is not None or self.shard is None else self.shard.run_id
+        if run is None:
+            raise ValueError("say which run, or call hello first")
+        content = {"run_id": run, "verify": verify}
         answer = self.request("inventory", content, seconds=_SLOW_SECONDS)
         return [Version.from_json(version) for version in field(answer, "versions", list)]
 
@@ -448,15 +451,6 @@ class HolderClient(contextlib.AbstractContextManager["HolderClient"]):
         """Ask the holder to send pending versions for a few seconds, and end. It may be gone before it answers."""
         with contextlib.suppress(LostPeerError):
             self.request("stop")
-
-
-def run_asked_for(run_id: str | None, shard: ShardId | None) -> str:
-    """Return the run that was named, or else that of the registered shard. Raises ValueError if there is neither."""
-    if run_id is not None:
-        return run_id
-    if shard is None:
-        raise ValueError("say which run, or call hello first")
-    return shard.run_id
 
 
 def _check(frame: Frame, num_descriptors: int, otherwise: str) -> None:

@@ -116,9 +116,8 @@ class OuterRecipe:
         Each fragment is launched once in ``every`` steps, evenly; up to ``start_step`` all are after each step.
         """
         assert self.every is not None, "rounds in the background are not counted in inner steps"
-        return (
-            self.fragments * min(step, self.start_step) + self.fragments * max(0, step - self.start_step) // self.every
-        )
+        at_start, later = min(step, self.start_step), max(0, step - self.start_step)
+        return self.fragments * at_start + self.fragments * later // self.every
 
     def step_of(self, launched: int) -> int:
         """Return the last inner step after which there have been at most so many launches when they began."""

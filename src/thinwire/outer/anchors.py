@@ -163,9 +163,8 @@ class Anchors:
         A buffer that is gone or has another shape is its anchor.
         """
         there = self._there()
-        pairs = {
-            name: (self.local(name), self.anchors[name].detach()) for name in self.anchors if self._is_trained(name)
-        }
+        trained = [name for name in self.anchors if self._is_trained(name)]
+        pairs = {name: (self.local(name), self.anchors[name].detach()) for name in trained}
         return pairs | {name: (there.get(name, anchor), anchor) for name, anchor in self.buffers.items()}
 
     @torch.no_grad()
@@ -244,12 +243,8 @@ class Anchors:
 
     def _there(self) -> dict[str, Tensor]:
         """Return the buffers that have the shape of their anchors."""
-        buffers = self._buffers().items() if self.buffers else ()
-        return {
-            name: buffer.detach()
-            for name, buffer in buffers
-            if name in self.buffers and buffer.shape == self.buffers[name].shape
-        }
+        buffers, known = self._buffers().items() if self.buffers else (), self.buffers
+        return {name: one.detach() for name, one in buffers if name in known and one.shape == known[name].shape}
 
 
 def _mix(local: Tensor, anchor: Tensor, weight: float) -> None:

@@ -539,9 +539,8 @@ class Restorer:
 
 def _asked(surveyed: Survey, inside: Sequence[str]) -> str:
     """What holders outside of the job said."""
-    steps = {
-        h: sorted({v.step for v in surveyed.inventories[h]}) for h in sorted(set(surveyed.inventories) - set(inside))
-    }
+    outside = sorted(set(surveyed.inventories) - set(inside))
+    steps = {holder: sorted({v.step for v in surveyed.inventories[holder]}) for holder in outside}
     gathered = [f"{holder} has {'steps ' + _listed(has) if has else 'nothing of it'}" for holder, has in steps.items()]
     gathered += [f"{holder} did not answer ({why})" for holder, why in sorted(surveyed.silent.items())]
     return f"Asked outside of it: {'; '.join(gathered[:8])}. " if gathered else ""

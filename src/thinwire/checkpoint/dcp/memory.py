@@ -245,10 +245,8 @@ class _Saved:
         """Parse a layout. Raises CorruptMessageError for a layout of anything else."""
         tree = unflatten(layout, [_Number(number) for number in range(len(layout.slices))])  # type: ignore[misc]
         try:
-            items = [
-                (str(name), Size(shape), Size(offset), int(number))
-                for (name, shape, offset), number in zip(tree["items"], tree["chunks"], strict=True)
-            ]
+            named = zip(tree["items"], tree["chunks"], strict=True)
+            items = [(str(name), Size(shape), Size(offset), int(number)) for (name, shape, offset), number in named]
             return cls(layout, dict(tree["values"]), items, dict(tree["planner_data"]))
         except (KeyError, TypeError, ValueError) as error:
             raise CorruptMessageError(f"not a checkpoint of DCP: {error}") from error

@@ -67,10 +67,9 @@ def _left_in_control_groups(root: Path) -> list[int]:
 
 
 def _left(limit: Path, usage: Path) -> list[int]:
-    try:
+    with contextlib.suppress(OSError, ValueError):  # not mounted here, or "max"
         return [int(limit.read_text()) - int(usage.read_text())]
-    except (OSError, ValueError):  # not mounted here, or "max"
-        return []
+    return []
 
 
 class Changes(threading.Condition):

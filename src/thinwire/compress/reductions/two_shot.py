@@ -81,8 +81,7 @@ class ReduceScatter(TwoShot):
         results = []
         for index, (task, mean) in enumerate(zip(tasks, means, strict=True)):
             start, stop = span(task.parameter.numel, peers.rank, peers.world_size)
-            whole = torch.zeros(task.parameter.numel, dtype=mean.dtype)
-            whole[start:stop] = mean
+            whole = torch.nn.functional.pad(mean, (start, task.parameter.numel - stop))
             results.append(shots.result(index, whole))
         return results
 

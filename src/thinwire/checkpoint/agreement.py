@@ -243,15 +243,13 @@ class Agreement:
         return Target(writer.payload, writer.common, first * CHUNK_BYTES, last * CHUNK_BYTES)
 
     def publish(
-        self, turn: Turn, encoded: Encoded, crcs: Sequence[int] = (), wait: bool = False, codes: Codes | None = None
+        self, writer: SlotWriter, encoded: Encoded, crcs: Sequence[int], wait: bool = False, codes: Codes | None = None
     ) -> str:
         """Make the copied state a version, have it sent, and return why it did not become one, or an empty text.
 
         ``crcs``: of the chunks of what ranks should have alike. With ``wait`` it is complete on this host when this
         returns.
         """
-        writer = turn.writer
-        assert writer is not None
         registration, alike = self._registration, None
         if crcs:
             shard = ShardId(registration.run_id, registration.topology, -1 - registration.groups[registration.rank])

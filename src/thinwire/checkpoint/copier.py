@@ -281,10 +281,8 @@ class Copier:
             for number in split.now:
                 writing.take(encoded.slices[number].offset, _bytes(tensors[number]).numpy())
                 reach("copy")
-            downloads = [
-                self._begin_download(device, numbers, encoded, set(split.later))
-                for device, numbers in split.on_device.items()
-            ]
+            waiting = set(split.later)
+            downloads = [self._begin_download(device, its, encoded, waiting) for device, its in split.on_device.items()]
         # Detached, they keep their memory: code may exchange ``.data`` meanwhile, to evaluate averaged weights.
         kept = {number: tensors[number].detach() for number in split.later}
         offsets = [(encoded.slices[number].offset, tensor) for number, tensor in kept.items()]

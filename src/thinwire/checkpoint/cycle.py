@@ -56,11 +56,9 @@ class Worker:
 
         def run() -> None:
             try:
-                result = job()
+                future.set_result(job())
             except BaseException as error:
                 future.set_exception(error)
-            else:
-                future.set_result(result)
 
         self._jobs.put(run)
         return future
@@ -292,7 +290,7 @@ class Cycle:
             self._notices.add(f"a checkpoint of step {self.step} is missing: {reason}")
             self.do(lambda: self._agreement.abandon(writer))
             return VersionRecord(self.step, skipped=reason)
-        self._copying = self._worker.submit(lambda: self._finish(turn, copy, encoded))
+        self._copying = self._worker.submit(lambda: self._finish(writer, turn.coded, copy, encoded))
         self._governor.note_begun()
         self._needed.clear()
         self._worker.submit(self._watch)
@@ -331,10 +329,8 @@ class Cycle:
             return Turn(str(error), raises=error)
         return Turn("there are no slots") if agreed.registers else agreed
 
-    def _finish(self, turn: Turn, copy: Copy, encoded: Encoded) -> tuple[int, float, str]:
+    def _finish(self, writer: SlotWriter, coded: bool, copy: Copy, encoded: Encoded) -> tuple[int, float, str]:
         """On the worker: the step, seconds of copying, and why there is no version, or empty."""
-        writer = turn.writer
-        assert writer is not None
         try:
             unchanged = copy.finish()
         except FAILURES as error:
@@ -345,21 +341,19 @@ class Cycle:
             reason = "parameters were written to before the next optimizer.step"
             self._copy_alone(reason)
             return writer.step, copy.seconds, reason
-        if self._coder is None or not turn.coded:
-            return writer.step, copy.seconds, self._agreement.publish(turn, encoded, copy.crcs)
+        if self._coder is None or not coded:
+            return writer.step, copy.seconds, self._agreement.publish(writer, encoded, copy.crcs)
         self._agreement.coding = True
-        self._coding = self._coder.submit(lambda: self._code(writer, turn, encoded, copy.crcs))
+        self._coding = self._coder.submit(lambda: self._code(writer, encoded, copy.crcs))
         return writer.step, copy.seconds, ""
 
-    def _code(
-        self, writer: SlotWriter, turn: Turn, encoded: Encoded, crcs: Sequence[int]
-    ) -> tuple[int, int, float, str]:
+    def _code(self, writer: SlotWriter, encoded: Encoded, crcs: Sequence[int]) -> tuple[int, int, float, str]:
         """On the coder: step, bytes of the codes, seconds of coding, and why there is no version, or empty."""
         started, coded_bytes = time.perf_counter(), 0
         try:
             codes = pack(encoded, writer.payload, tail_offset(writer, encoded))
             coded_bytes, seconds = codes.payload_bytes, time.perf_counter() - started
-            return writer.step, coded_bytes, seconds, self._agreement.publish(turn, encoded, crcs, codes=codes)
+            return writer.step, coded_bytes, seconds, self._agreement.publish(writer, encoded, crcs, codes=codes)
         except Exception as error:
             reason = f"it was not coded: {type(error).__name__}: {error}"
             self._notices.add(f"a checkpoint of step {writer.step} is missing: {reason}")

@@ -5,7 +5,7 @@ each other's shards, and one ring of the remaining machines. A group is a ring t
 machines: in every ring a machine keeps its own shard and sends it to the next ``replicas - 1``.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from fractions import Fraction
 from itertools import accumulate, pairwise
 from math import comb
@@ -174,12 +174,9 @@ def _spread_rings(sizes: Sequence[int], domains: Sequence[Hashable]) -> list[lis
     Each goes to a ring that does not have its domain yet, the one with most room, which separates all of them wherever
     that is possible (Gale and Ryser); else to the one with most room.
     """
-    members: dict[Hashable, list[int]] = {}
-    for machine, domain in enumerate(domains):
-        members.setdefault(domain, []).append(machine)
     room = list(sizes)
     rings: list[list[int]] = [[] for _ in sizes]
-    for domain in sorted(members.values(), key=len, reverse=True):
+    for domain in sorted(_by_domain(range(len(domains)), domains), key=len, reverse=True):
         without = [True] * len(sizes)
         for machine in domain:
             ring = max((ring for ring in range(len(sizes)) if room[ring]), key=lambda ring: (without[ring], room[ring]))
@@ -189,13 +186,18 @@ def _spread_rings(sizes: Sequence[int], domains: Sequence[Hashable]) -> list[lis
     return [_spread_evenly(ring, domains) for ring in rings]
 
 
+def _by_domain(machines: Iterable[int], domains: Sequence[Hashable]) -> list[list[int]]:
+    """The machines of each domain, in their order."""
+    members: dict[Hashable, list[int]] = {}
+    for machine in machines:
+        members.setdefault(domains[machine], []).append(machine)
+    return list(members.values())
+
+
 def _spread_evenly(ring: list[int], domains: Sequence[Hashable]) -> list[int]:
     """Machines of one domain at even distances in the ring: one domain after the other, the largest last."""
-    members: dict[Hashable, list[int]] = {}
-    for machine in ring:
-        members.setdefault(domains[machine], []).append(machine)
     spread: list[int] = []
-    for domain in sorted(members.values(), key=len):
+    for domain in sorted(_by_domain(ring, domains), key=len):
         positions = [
             ((index + 0.5) / len(part), machine) for part in (domain, spread) for index, machine in enumerate(part)
         ]

@@ -15,6 +15,7 @@ from thinwire.checkpoint.choice import Choice, choose
 from thinwire.checkpoint.group import gather_json, on_all
 from thinwire.checkpoint.holder.client import HolderClient, SlotReader
 from thinwire.checkpoint.holder.faultpoint import reach
+from thinwire.checkpoint.holder.frames import closed_on_error
 from thinwire.checkpoint.holder.start import KnownRun
 from thinwire.checkpoint.holder.version import NONCE_BITS, StoredStep, Version, next_attempt, stored_steps
 from thinwire.checkpoint.registration import Registration
@@ -86,12 +87,9 @@ class ForeignShards:
         self._readers: dict[int, SlotReader] = {}
         self._tensors: dict[int, Sequence[Tensor]] = {}
         needs = gather_json(sorted(needed), group)
-        try:
+        with closed_on_error(self):
             on_all(group, lambda: self._fetch(version, needs, registration))
             on_all(group, lambda: self._open(version, needed, registration))
-        except BaseException:
-            self.close()
-            raise
 
     @staticmethod
     def _fetch(version: StoredStep, needs: list[list[int]], registration: Registration) -> None:
@@ -136,20 +134,23 @@ class Survey:
     """Versions of a run in the memory of all hosts, by the holders that answered, and the step to go back to.
 
     ``attempt`` is that of new versions, above all that were seen, and different each time. ``silent``: holders outside
-    of the job that were asked and did not answer, and why.
+    of the job that were asked and did not answer, and why. What ``known`` says was given up, while a host was away, is
+    left out; ``compares`` as in `choose`.
     """
 
     choice: Choice
     attempt: int
     inventories: dict[str, list[Version]]
+    known: KnownRun
+    compares: bool
     silent: dict[str, str] = field(default_factory=dict)
 
 
 def survey(registration: Registration, known: KnownRun | None = None, compares: bool = True) -> Survey:
     """Gather the inventories of all holders and choose the step to restore, the same on all ranks; collective.
 
-    The first rank of each host asks: the holder then compares all bytes with their digests. What ``known`` says was
-    given up, while a host was away, is left out. ``compares`` as in `choose`.
+    The first rank of each host asks: the holder then compares all bytes with their digests. ``known`` and ``compares``
+    as in `Survey`.
     """
     mine: dict[str, Any] = {"nonce": secrets.randbits(NONCE_BITS)}
     if registration.client is not None and registration.is_first:
@@ -158,21 +159,14 @@ def survey(registration: Registration, known: KnownRun | None = None, compares: 
     answers = gather_json(mine, registration.group)
     listed = {h: each["versions"] for h, each in zip(registration.holders, answers, strict=True) if "versions" in each}
     reach("survey")
-    return _surveyed(registration, known or KnownRun(), compares, listed, Survey(Choice(None), answers[0]["nonce"], {}))
+    return _surveyed(registration, listed, Survey(Choice(None), answers[0]["nonce"], {}, known or KnownRun(), compares))
 
 
-def ask_outside(
-    before: Survey,
-    addresses: Collection[str],
-    registration: Registration,
-    known: KnownRun,
-    compares: bool = True,
-    verify: bool = False,
-) -> Survey:
+def ask_outside(before: Survey, addresses: Collection[str], registration: Registration, verify: bool) -> Survey:
     """Ask holders outside of the job too, such as that of a host whose agent died, and choose again; collective.
 
     Each host asks some of them, under the secret of the job. They only send: none of them becomes a part of the job.
-    With ``verify`` they compare bytes with digests first. ``known`` and ``compares`` as in `survey`.
+    With ``verify`` they compare bytes with digests first.
     """
     inside = sorted(set(registration.holders))
     mine: tuple[dict[str, Any], dict[str, str]] = {}, {}
@@ -185,18 +179,16 @@ def ask_outside(
     for each in gather_json(mine, registration.group):
         listed |= each[0]
         silent |= each[1]
-    return _surveyed(registration, known, compares, listed, replace(before, silent=silent))
+    return _surveyed(registration, listed, replace(before, silent=silent))
 
 
 def _to_json(versions: Sequence[Version]) -> list[dict[str, Any]]:
     return [version.to_json() for version in versions]
 
 
-def _surveyed(
-    registration: Registration, known: KnownRun, compares: bool, listed: Mapping[str, Any], before: Survey
-) -> Survey:
+def _surveyed(registration: Registration, listed: Mapping[str, Any], before: Survey) -> Survey:
     """Add what holders have listed to the survey before, and choose; the random bits of its attempt stay."""
-    inventories = dict(before.inventories)
+    inventories, known = dict(before.inventories), before.known
     for holder, each in listed.items():
         versions = map(Version.from_json, each)
         inventories[holder] = [version for version in versions if not known.has_given_up(version.attempt)]
@@ -206,7 +198,8 @@ def _surveyed(
     if known.has_given_up(attempt):  # nothing is left since: new versions must not look given up
         attempt = next_attempt([known.attempt], nonce)
     own = registration.holders, run_id, registration.topology, registration.placed()
-    return Survey(choose(inventories, *own, compares=compares), attempt, inventories, before.silent)
+    choice = choose(inventories, *own, compares=before.compares)
+    return replace(before, choice=choice, attempt=attempt, inventories=inventories)
 
 
 def bring_common(client: HolderClient, version: Version, common: Mapping[str, Sequence[str]], here: str) -> None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from thinwire.checkpoint.group import gather_json, on_all
 from thinwire.checkpoint.holder.client import Common, HolderClient
+from thinwire.checkpoint.holder.frames import closed_on_error
 from thinwire.checkpoint.holder.replication import is_loopback, parse_address
 from thinwire.checkpoint.holder.slots import SlotSize
 from thinwire.checkpoint.holder.start import (
@@ -28,7 +29,7 @@ from thinwire.checkpoint.options import Storage
 from thinwire.checkpoint.pacing.counters import BusySampler, TransmitCounters, interface_to
 from thinwire.checkpoint.placement import replicas_of_ranks
 from thinwire.checkpoint.state.layout import aligned
-from thinwire.comm.hosts import boot_id, network_identity
+from thinwire.comm.hosts import boot_id, network_identity, numbered, ranks_of_hosts
 from thinwire.errors import LostPeerError, ThinwireError, logger
 
 _PAGE_BYTES = 4096
@@ -52,10 +53,7 @@ def holders_of(holders: Sequence[str], replicas: int, domains: Sequence[str] | N
     ``holders`` and ``domains`` have, for each rank, the address of its host's holder and its failure domain. Ranks with
     one holder are one machine. ``replicas`` counts the copies of a shard, its own included.
     """
-    ranks_of: dict[str, list[int]] = {}
-    for rank, holder in enumerate(holders):
-        ranks_of.setdefault(holder, []).append(rank)
-    machines = list(ranks_of.values())
+    machines = ranks_of_hosts(numbered(holders))
     labels = None if domains is None else [domains[ranks[0]] for ranks in machines]
     return [[holders[peer] for peer in peers] for peers in replicas_of_ranks(machines, replicas, labels)]
 
@@ -130,11 +128,8 @@ class Registration:
         first = gather_json(_JOBS.setdefault(os.getpid(), secrets.token_hex(8)), group)[0]
         self._job = f"{first}/{self.topology}" if leases else ""
         end_with_agent()
-        try:
+        with closed_on_error(self):
             self._connect_all()
-        except BaseException:
-            self.close()
-            raise
 
     @property
     def here(self) -> str:
@@ -207,12 +202,9 @@ class Registration:
             )
         else:
             client = HolderClient.connect(self._path, load_secret(self._path))
-        try:
+        with closed_on_error(client):
             if self._job:
                 client.join(self.run_id, self._job)
-        except BaseException:
-            client.close()
-            raise
         return client
 
     def exchange(self, error: str = "") -> None:
@@ -299,8 +291,7 @@ class Registration:
         that. Raises ValueError on all ranks, with the reasons, if one of them did not get them.
         """
         before = self.common
-        self._commons = [(group, num_bytes) for group, num_bytes in commons]
-        self.groups = [group for group, _ in commons] or [0] * len(self.holders)
+        self._commons, self.groups = list(commons), [group for group, _ in commons] or [0] * len(self.holders)
         self.assign(attempt)
         self.common = self._kept_once(self.rank)
         shared_bytes = self.common.payload_bytes if self.common is not None else 0

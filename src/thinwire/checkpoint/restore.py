@@ -115,11 +115,8 @@ class Restorer:
         marked, standbys = registration.marker.read(), os.environ.get(STANDBYS_VARIABLE, "").split()
         gathered = gather_json([asdict(marked), standbys], self._group)
         self._known = max((KnownRun(each["step"], each["attempt"]) for each, _ in gathered), key=KnownRun.order)
-        self._origins = {
-            holder: each["origin"]
-            for holder, (each, _) in zip(registration.holders, gathered, strict=True)
-            if each["origin"] >= 0 and not self._known.has_given_up(each["origin"])
-        }
+        origins = zip(registration.holders, (each["origin"] for each, _ in gathered), strict=True)
+        self._origins = {h: origin for h, origin in origins if origin >= 0 and not self._known.has_given_up(origin)}
         unasked = {str(address) for each, others in gathered for address in (*each["holders"], *others)}
         asked = set(registration.holders)
         surveyed = survey(registration, self._known, self._compares)
@@ -131,7 +128,7 @@ class Restorer:
             )
             if not unasked:
                 return surveyed, candidates, reasons, on_disk
-            surveyed = ask_outside(surveyed, unasked, registration, self._known, self._compares, verify)
+            surveyed = ask_outside(surveyed, unasked, registration, verify)
             asked |= unasked
 
     def _lacks(self, surveyed: Survey, candidates: Sequence[_Candidate], step: int | None) -> bool:
@@ -153,11 +150,9 @@ class Restorer:
 
     def _holders_named(self, surveyed: Survey) -> set[str]:
         """The holders of the hosts that wrote the newest steps, as the layouts of these say; collective."""
-        named: list[Any] = []
-        for version in foreign_steps(surveyed.inventories, self._run_id, "")[:_NEWEST]:
-            for layout in gather_layouts(version, self._registration).values():
-                named += _holders_of(layout)
-        return {address for address in named if isinstance(address, str)}
+        newest = foreign_steps(surveyed.inventories, self._run_id, "")[:_NEWEST]
+        layouts = [layout for each in newest for layout in gather_layouts(each, self._registration).values()]
+        return {address for layout in layouts for address in _holders_of(layout) if isinstance(address, str)}
 
     def remember(self, step: int) -> None:
         """Have this host remember that the run has reached a step, once it is beyond its beginning; not collective."""
@@ -544,9 +539,8 @@ class Restorer:
 
 def _asked(surveyed: Survey, inside: Sequence[str]) -> str:
     """What holders outside of the job said."""
-    steps = {
-        h: sorted({v.step for v in surveyed.inventories[h]}) for h in sorted(set(surveyed.inventories) - set(inside))
-    }
+    outside = sorted(set(surveyed.inventories) - set(inside))
+    steps = {holder: sorted({v.step for v in surveyed.inventories[holder]}) for holder in outside}
     gathered = [f"{holder} has {'steps ' + _listed(has) if has else 'nothing of it'}" for holder, has in steps.items()]
     gathered += [f"{holder} did not answer ({why})" for holder, why in sorted(surveyed.silent.items())]
     return f"Asked outside of it: {'; '.join(gathered[:8])}. " if gathered else ""

@@ -87,8 +87,5 @@ def split(message: Tensor, count: int) -> list[Tensor]:
     lengths: list[int] = message[:end].view(torch.int64).tolist()
     if min(lengths, default=0) < 0 or message_bytes(lengths) != message.numel():
         raise CorruptMessageError(f"parts of {lengths} bytes in a message of {message.numel()}")
-    parts = []
-    for length in lengths:
-        parts.append(message[end : end + length])
-        end += aligned(length)
-    return parts
+    padded = message[end:].split([aligned(length) for length in lengths])
+    return [part[:length] for part, length in zip(padded, lengths, strict=True)]

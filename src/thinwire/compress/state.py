@@ -82,26 +82,20 @@ def redistribute(states: Sequence[Mapping[str, Any]], world_size: int) -> list[d
     if ranks != [(rank, len(parts)) for rank in range(len(parts))]:
         raise ValueError(f"states of (rank, world_size) {ranks}: pass all states of a run, in rank order")
     old = [part["states"] for part in parts]
-    if any(set(of_rank) != set(old[0]) for of_rank in old):
+    if any(set(each) != set(old[0]) for each in old):
         raise ValueError("states with different parameters are not of one synchronization")
     if any(set(entry) == {"pieces"} for entry in old[0].values()):
         raise ValueError(
             "memories of FSDP's reduce-scatter belong to shards, which other ranks cut in another way: load such states"
             " on as many ranks as saved them, or start without them"
         )
-    dealt = {name: _dealt([of_rank[name] for of_rank in old], world_size) for name in old[0]}
-    return [
-        {
-            **states[0],
-            "compress": {
-                **parts[0],
-                "rank": rank,
-                "world_size": world_size,
-                "states": {name: of_ranks[rank] for name, of_ranks in dealt.items()},
-            },
-        }
-        for rank in range(world_size)
-    ]
+    dealt = {name: _dealt([each[name] for each in old], world_size) for name in old[0]}
+
+    def of_rank(rank: int) -> dict[str, Any]:
+        own = {name: of_ranks[rank] for name, of_ranks in dealt.items()}
+        return {**states[0], "compress": {**parts[0], "rank": rank, "world_size": world_size, "states": own}}
+
+    return [of_rank(rank) for rank in range(world_size)]
 
 
 def _dealt(states: Sequence[State], world_size: int) -> list[State]:
@@ -109,15 +103,13 @@ def _dealt(states: Sequence[State], world_size: int) -> list[State]:
         return [_merged(states, _mean, rank) for rank in range(world_size)]
     whole = [_merged(list(state["pieces"].values()), _joined, 0) for state in states]
     server = _merged([state["server"] for state in states], _joined, 0)
-    return [
-        {
-            "pieces": {
-                str(owner): _cut(_merged(whole, _mean, rank), owner, world_size, rank) for owner in range(world_size)
-            },
-            "server": _cut(server, rank, world_size, rank),
-        }
-        for rank in range(world_size)
-    ]
+
+    def of_rank(rank: int) -> State:
+        own = _merged(whole, _mean, rank)
+        pieces = {str(owner): _cut(own, owner, world_size, rank) for owner in range(world_size)}
+        return {"pieces": pieces, "server": _cut(server, rank, world_size, rank)}
+
+    return [of_rank(rank) for rank in range(world_size)]
 
 
 def _merged(states: Sequence[State], merge: Callable[[list[Any], int], Any], rank: int) -> State:
@@ -183,10 +175,7 @@ def outstanding(state: Mapping[str, Any], rank: int, world_size: int) -> Tensor 
 
 def owe(state: Mapping[str, Any], rest: Tensor) -> None:
     """Make ``rest`` what `outstanding` returns for a new state of the same method, whatever reduces it."""
-    if "pieces" not in state:
-        memories = {0: _memory(state)}
-    else:
-        memories = {int(owner): _memory(piece) for owner, piece in state["pieces"].items()}
+    memories = {int(owner): _memory(piece) for owner, piece in state.get("pieces", {"0": state}).items()}
     for owner, memory in memories.items():
         assert memory is not None, "a method that has a memory has it for any number of ranks"
         start, stop = span(rest.numel(), owner, len(memories))

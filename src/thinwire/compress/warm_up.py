@@ -1,7 +1,7 @@
 """Warm-ups, which send more at the beginning, when gradients change most: larger densities, or dense steps."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
@@ -223,5 +223,4 @@ def _changed(compressor: Compressor, **settings: Any) -> Compressor:
     if isinstance(compressor, DensitySelector):
         return replace(compressor, **settings)
     assert isinstance(compressor, Wrapper), f"{compressor.name} has no density"
-    assert is_dataclass(compressor)
     return replace(compressor, inner=_changed(compressor.inner, **settings))  # pyrefly: ignore [bad-specialization]

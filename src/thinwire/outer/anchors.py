@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -71,12 +72,8 @@ class Anchors:
         self._frozen = set(self._parameters)
         self._kept: dict[str, Tensor] = {}
         self.adopt()
-        self._outers = [
-            torch.optim.SGD(
-                [self.anchors[name] for name in names], recipe.lr, recipe.momentum, nesterov=recipe.nesterov
-            )
-            for names in self.fragments
-        ]
+        sgd = partial(torch.optim.SGD, lr=recipe.lr, momentum=recipe.momentum, nesterov=recipe.nesterov)
+        self._outers = [sgd([self.anchors[name] for name in names]) for names in self.fragments]
 
     def adopt(self) -> None:
         """Anchor parameters that are trained from now on where they are; call it before each step of the optimizer."""
@@ -166,9 +163,8 @@ class Anchors:
         A buffer that is gone or has another shape is its anchor.
         """
         there = self._there()
-        pairs = {
-            name: (self.local(name), self.anchors[name].detach()) for name in self.anchors if self._is_trained(name)
-        }
+        trained = [name for name in self.anchors if self._is_trained(name)]
+        pairs = {name: (self.local(name), self.anchors[name].detach()) for name in trained}
         return pairs | {name: (there.get(name, anchor), anchor) for name, anchor in self.buffers.items()}
 
     @torch.no_grad()
@@ -247,12 +243,8 @@ class Anchors:
 
     def _there(self) -> dict[str, Tensor]:
         """Return the buffers that have the shape of their anchors."""
-        buffers = self._buffers().items() if self.buffers else ()
-        return {
-            name: buffer.detach()
-            for name, buffer in buffers
-            if name in self.buffers and buffer.shape == self.buffers[name].shape
-        }
+        buffers, known = self._buffers().items() if self.buffers else (), self.buffers
+        return {name: one.detach() for name, one in buffers if name in known and one.shape == known[name].shape}
 
 
 def _mix(local: Tensor, anchor: Tensor, weight: float) -> None:

@@ -263,11 +263,8 @@ class Averager:
         self._tables = GradientSync(self._scheme, by_bytes=True)  # rounds are seldom, and unlike each other
         self._tables.records = self._statistics.records
         self._compressed: CompressedSync | None = None
-        dense = [
-            Parameter(entry.name, tuple(local_of(entry.parameter).shape), entry.dtype)
-            for entry in self._entries.values()
-            if not entry.is_table and not entry.parameter.is_complex()
-        ]
+        entries = [entry for entry in self._entries.values() if not (entry.is_table or entry.parameter.is_complex())]
+        dense = [Parameter(one.name, tuple(local_of(one.parameter).shape), one.dtype) for one in entries]
         methods = assign(self._dense, dense)
         for name, how in methods.items():
             if isinstance(how, str) and how != NATIVE:
@@ -294,13 +291,9 @@ class Averager:
 
     def _average_tables(self, lane: Lane, differences: Mapping[str, Tensor]) -> None:
         """Average tables as rows. Each is searched for them, however dense it was: a round is worth that."""
-        tables = [
-            staged(TableGradient(name, difference), self._staging)
-            for name, difference in differences.items()
-            if self.is_table(name)
-        ]
+        tables = [TableGradient(name, difference) for name, difference in differences.items() if self.is_table(name)]
         self._tables.pauses.clear()
-        self._tables.tables(lane, tables)
+        self._tables.tables(lane, [staged(table, self._staging) for table in tables])
 
     def _note(self, lane: Lane, report: RoundReport, differences: Mapping[str, Tensor]) -> None:
         self._rounds += 1
@@ -308,13 +301,9 @@ class Averager:
         self._refused += len(report.refused)
         if lane.rank in report.refused or (report.refused and lane.rank == 0):
             ranks = ", ".join(str(lane.exchange.global_ranks[rank]) for rank in report.refused)
-            logger.warning(
-                "rank %s: not finite in round %d of %s: %s",
-                ranks,
-                self._rounds,
-                _span(list(differences)),
-                "it takes the anchors, and does not count" if report.total else "no rank counts, and anchors stay",
-            )
+            then = "it takes the anchors, and does not count" if report.total else "no rank counts, and anchors stay"
+            names = _span(list(differences))
+            logger.warning("rank %s: not finite in round %d of %s: %s", ranks, self._rounds, names, then)
 
 
 def _subject(differences: Mapping[str, Tensor], buffers: Sequence[Tensor]) -> Subject:

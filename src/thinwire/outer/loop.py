@@ -86,14 +86,10 @@ class OuterLoop(Attached):
         self._rows = ParameterRecords()
         text = "\n".join([repr(recipe), configuration(rows, model, excluded)])
         module = weakref.ref(module_of(model))
-        average = partial(
-            Averager,
-            entries=entries,
-            dense=dense if self._speaks else NATIVE,
-            scheme=rows,
-            records=self._rows,
-            staging=staging,
-        )
+        own = dense if self._speaks else NATIVE, self._rows
+
+        def average(lane: Lane, dense: Dense, records: ParameterRecords) -> Averager:
+            return Averager(lane, entries, dense, rows, records, staging)
 
         def begin(lane: Lane, averager: Averager) -> Rounds:  # members hold it, so it must not hold the model
             if recipe.nesterov and averager.remembers and lane.rank == 0:
@@ -106,7 +102,7 @@ class OuterLoop(Attached):
 
         def enter(lane: Lane, roll: Roll) -> None:
             if not begun:
-                begun.append(begin(lane, average(lane)))
+                begun.append(begin(lane, average(lane, *own)))
             begun[0].enter(lane, roll)
 
         members: Members | None = None
@@ -117,8 +113,8 @@ class OuterLoop(Attached):
         else:
             lane = Lane(group, timeout, staging)
             try:
-                averager = average(lane)
-                whole = averager if self._speaks else average(lane, dense=dense, records=ParameterRecords())
+                averager = average(lane, *own)
+                whole = averager if self._speaks else average(lane, dense, ParameterRecords())
                 lane.submit(partial(agree, text=text, averager=whole)).wait()  # refused here, too
                 share_first(
                     (*named.values(), *dict(synchronized_buffers(module_of(model), excluded)).values()), group, lane

@@ -67,10 +67,10 @@ class OuterRecipe:
         _check_count("start_step", self.start_step, 0, "a number of inner steps, or 0")
         if self.min_ranks is not None:
             _check_count("min_ranks", self.min_ranks, 1, "a number of ranks, or None for all")
-        _check_number("lr", self.lr, 0.0, math.inf, "more than 0, such as 0.7", excluded=(0.0, math.inf))
-        _check_number("momentum", self.momentum, 0.0, 1.0, "from 0 to less than 1, such as 0.9", excluded=(1.0,))
-        _check_number("mix", self.mix, 0.0, 1.0, "more than 0 and at most 1, which replaces", excluded=(0.0,))
-        _check_number("every_seconds", self.every_seconds, 0.0, math.inf, "seconds, or None", excluded=(math.inf,))
+        _check_number("lr", self.lr, math.inf, (0.0, math.inf), "more than 0, such as 0.7")
+        _check_number("momentum", self.momentum, 1.0, (1.0,), "from 0 to less than 1, such as 0.9")
+        _check_number("mix", self.mix, 1.0, (0.0,), "more than 0 and at most 1, which replaces")
+        _check_number("every_seconds", self.every_seconds, math.inf, (math.inf,), "seconds, or None")
         if not isinstance(self.nesterov, bool):
             raise ValueError(f"nesterov is {self.nesterov!r}: pass True or False")
         if self.momentum == 0.0:  # Nesterov's look ahead is along the momentum
@@ -116,9 +116,8 @@ class OuterRecipe:
         Each fragment is launched once in ``every`` steps, evenly; up to ``start_step`` all are after each step.
         """
         assert self.every is not None, "rounds in the background are not counted in inner steps"
-        return (
-            self.fragments * min(step, self.start_step) + self.fragments * max(0, step - self.start_step) // self.every
-        )
+        at_start, later = min(step, self.start_step), max(0, step - self.start_step)
+        return self.fragments * at_start + self.fragments * later // self.every
 
     def step_of(self, launched: int) -> int:
         """Return the last inner step after which there have been at most so many launches when they began."""
@@ -226,9 +225,7 @@ def _check_count(name: str, value: object, least: int, instead: str) -> None:
         raise ValueError(f"{name} is {value!r}: pass {instead}")
 
 
-def _check_number(
-    name: str, value: object, least: float, most: float, instead: str, excluded: tuple[float, ...]
-) -> None:
+def _check_number(name: str, value: object, most: float, excluded: tuple[float, ...], instead: str) -> None:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not least <= value <= most or value in excluded:
+    if not is_number or not 0.0 <= value <= most or value in excluded:
         raise ValueError(f"{name} is {value!r}: pass {instead}")

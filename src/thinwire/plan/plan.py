@@ -333,11 +333,8 @@ def fingerprint(parameters: Iterable[Parameter]) -> str:
 
 def _difference(planned: set[str], present: set[str]) -> str:
     unknown, missing = sorted(present - planned), sorted(planned - present)
-    parts = []
-    if unknown:
-        parts.append(f"it does not know {len(unknown)} of this model's parameters, such as {unknown[0]!r}")
-    if missing:
-        parts.append(f"{len(missing)} of its parameters are not here, such as {missing[0]!r}")
+    parts = [f"it does not know {len(unknown)} of this model's parameters, such as {unknown[0]!r}"] if unknown else []
+    parts += [f"{len(missing)} of its parameters are not here, such as {missing[0]!r}"] if missing else []
     return " and ".join(parts)
 
 

@@ -291,14 +291,10 @@ class SaFusion(NamedPolicy, constructor="safusion"):
 
     def groups(self, profile: Profile) -> Groups:
         if self.adapt:
-            return _adaptive_groups(profile)
+            tried = (_covering_groups(profile, first) for first in range(1, profile.num_tensors + 1))
+            return min(tried, key=lambda groups: (iteration_seconds(profile, groups), len(groups)))
         by_bytes = byte_cap(self.mb).groups(profile)
         return equal_count(len(by_bytes)).groups(profile) if self.align else by_bytes
-
-
-def _adaptive_groups(profile: Profile) -> Groups:
-    tried = (_covering_groups(profile, first) for first in range(1, profile.num_tensors + 1))
-    return min(tried, key=lambda groups: (iteration_seconds(profile, groups), len(groups)))
 
 
 def _covering_groups(profile: Profile, first: int) -> Groups:

@@ -85,9 +85,6 @@ class Profile:
         object.__setattr__(self, "backward_seconds", tuple(backward))
         object.__setattr__(self, "size_bytes", tuple(sizes))
         object.__setattr__(self, "names", tuple(self.names))
-        self._check()
-
-    def _check(self) -> None:
         count = len(self.backward_seconds)
         if not count:
             raise ValueError("a profile needs at least one tensor: does any parameter require a gradient?")

@@ -191,12 +191,9 @@ class Gradients:
             if len(several) > 1:
                 raise MismatchError(f"parameter {name} has sparse gradients on some ranks and dense ones on others")
             found[name] = several.pop() if several else NONE
-        written: dict[str, set[str]] = {}
-        for status in statuses:
-            for name, text in status["written"].items():
-                written.setdefault(name, set()).add(text)
-        for name, texts in written.items():
-            if len(texts) > 1:
+        written: dict[str, str] = {}
+        for name, text in (item for status in statuses for item in status["written"].items()):
+            if written.setdefault(name, text) != text:
                 raise ValueError(
                     f"buffer {name} is written by forward, and ranks have written different values: leave it as it is"
                     " while training, or write the same in each forward"

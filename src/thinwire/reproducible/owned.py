@@ -83,16 +83,11 @@ class ExactMean:
         message, patches = [self._encoded(means)], _MEANS
         if means.dtype == torch.float32 and means.numel() >= self.least_values:
             sums = total.values.float()
-            others = (
-                divided(sums.double(), self.count, means.dtype).view(torch.int32) != means.view(torch.int32)
-            ).nonzero()
+            quotients = divided(sums.double(), self.count, means.dtype)
+            others = (quotients.view(torch.int32) != means.view(torch.int32)).nonzero().flatten()
             patch_bits = 8 * _PATCH_BYTES * others.numel() / means.numel()
             if floats.bits_per_value(sums) + patch_bits < floats.bits_per_value(means):
-                shorter = [
-                    self._encoded(sums),
-                    others.flatten().int().view(torch.uint8),
-                    means[others.flatten()].view(torch.uint8),
-                ]
+                shorter = [self._encoded(sums), others.int().view(torch.uint8), means[others].view(torch.uint8)]
                 if sum(part.numel() for part in shorter) <= message[0].numel():
                     message, patches = shorter, others.numel()
         message.append(torch.tensor([patches], dtype=torch.int32).view(torch.uint8))

@@ -214,27 +214,26 @@ class Steps:
 
     def _text(self) -> str:
         """Return what ranks have to agree on, a line each."""
-        return "\n".join(
-            [
-                f"{self._micro_batches} micro-batches, {self._steps} steps, seed {self._seed}",
-                f"check_every={self._check_every}",
-                f"optimizer {[type(one).__name__ for one in self._states or ()]}",
-                f"torch {torch.__version__}, {torch.get_num_threads()} threads",
-                f"arithmetic {of_arithmetic(self._gradients.device)}: other processors round differently",
-                *self._gradients.describe(),
-            ]
-        )
+        lines = [
+            f"{self._micro_batches} micro-batches, {self._steps} steps, seed {self._seed}",
+            f"check_every={self._check_every}",
+            f"optimizer {[type(one).__name__ for one in self._states or ()]}",
+            f"torch {torch.__version__}, {torch.get_num_threads()} threads",
+            f"arithmetic {of_arithmetic(self._gradients.device)}: other processors round differently",
+        ]
+        return "\n".join([*lines, *self._gradients.describe()])
 
     def _enter(self, lane: Lane, roll: Roll) -> None:
         """Begin with the ranks of a lane, as a job of it, while the thread of training waits."""
         with lane.setting_up():
             lane.channel(Subject("steps", self._text())).open()
             is_new = lane.rank in roll.new
+            seconds = None if is_new else self._seconds
             mine = {
                 "number": self.number,
                 "prepared": self._is_prepared,
                 "done": sorted(self._done),
-                "seconds": self._seconds if not is_new else None,
+                "seconds": seconds,
             }
             statuses = gather_json(lane.exchange, "steps of ranks", mine)
             old = [rank for rank in range(lane.world_size) if rank not in roll.new]

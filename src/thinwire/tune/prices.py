@@ -121,7 +121,7 @@ DENSE_SHARE = 0.9
 class Price:
     """The expected cost of a scheme: bytes of the busiest rank, and seconds, or None without a machine."""
 
-    scheme: Scheme | TwoLevel
+    scheme: Point
     sent_bytes: float
     seconds: float | None
 
@@ -132,9 +132,7 @@ class Price:
         return self.sent_bytes * (1.0 - STREAMING_GAIN * (point.ownership is Ownership.COLUMNS))
 
 
-def choose(
-    demand: Demand, machine: Machine | None = None, current: Scheme | TwoLevel | None = None, hosts: Hosts = ()
-) -> Scheme | TwoLevel:
+def choose(demand: Demand, machine: Machine | None = None, current: Point | None = None, hosts: Hosts = ()) -> Point:
     """Return the cheapest scheme for a demand.
 
     Args:
@@ -145,9 +143,7 @@ def choose(
     return DENSE if is_dense(demand) else ranked(offers_of(demand, machine, hosts), current)[0].scheme
 
 
-def chosen(
-    rows: SparseRows, channel: Channel, in_rank_order: bool = False, by_bytes: bool = False
-) -> Scheme | TwoLevel:
+def chosen(rows: SparseRows, channel: Channel, in_rank_order: bool = False, by_bytes: bool = False) -> Point:
     """Return the choice of "auto" for rows like these, after `Channel.open` gathered how many the ranks hold.
 
     All ranks get the same answer, since it follows from numbers that all of them know. The first call measures the
@@ -173,7 +169,7 @@ def offers_of(demand: Demand, machine: Machine | None = None, hosts: Hosts = ())
     return [offer for offer in offers if adds_in_rank_order(offer.scheme)] if demand.in_rank_order else offers
 
 
-def ranked(offers: Sequence[Price], current: Scheme | TwoLevel | None = None) -> list[Price]:
+def ranked(offers: Sequence[Price], current: Point | None = None) -> list[Price]:
     """Sort offers by bytes, but put the choice first: that of fewest bytes, unless another one is clearly faster.
 
     ``current`` stays the choice unless that one is better by `HYSTERESIS`, or clearly faster.
@@ -241,13 +237,8 @@ def _levels(demand: Demand, hosts: Hosts) -> tuple[Demand, Demand, int]:
     of_host = demand.held * (demand.union / demand.held) ** growth if demand.held else 0.0
     inside = replace(demand, world_size=most, union=max(of_host, demand.held))
     rows = -(-demand.num_rows // linked)
-    between = replace(
-        demand,
-        world_size=len(hosts),
-        num_rows=rows,
-        held=min(rows, of_host / linked),
-        union=min(rows, demand.union / linked),
-    )
+    held, union = min(rows, of_host / linked), min(rows, demand.union / linked)
+    between = replace(demand, world_size=len(hosts), num_rows=rows, held=held, union=union)
     return inside, between, linked
 
 

@@ -11,6 +11,8 @@ from thinwire.sums.scheme import Scheme
 from thinwire.tune.prices import Point, Route, RoutePrice, is_dense, route_prices, shared_seconds
 from thinwire.tune.window import class_of
 
+Options = dict[Route, RoutePrice]
+"""The price of a table by each route that it has."""
 SAMPLES = 3
 """Number of the last timed sums, of which the least counts, because a disturbance makes one longer."""
 
@@ -37,7 +39,7 @@ class Routes:
     is_host: bool = False
     _last: dict[str, tuple[Demand, bool]] = field(default_factory=dict)
     _ratios: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES))
-    _known: dict[tuple[object, ...], dict[Route, RoutePrice]] = field(default_factory=dict)  # by class of size
+    _known: dict[tuple[object, ...], Options] = field(default_factory=dict)  # by class of size
 
     def learn(self, seconds: float, demands: Mapping[str, tuple[Demand, bool]], schemes: Mapping[str, Point]) -> None:
         """Learn the seconds of a sum, from demands as in `choose`, by these schemes."""
@@ -76,9 +78,7 @@ class Routes:
         prices = {name: [one, *(it for it in known[name].values() if it is not one)] for name, one in best.items()}
         return shared + sum(one.seconds for one in best.values()), prices
 
-    def _options(
-        self, demand: Demand, is_sparse: bool, schemes: Sequence[Point], ratio: float
-    ) -> dict[Route, RoutePrice]:
+    def _options(self, demand: Demand, is_sparse: bool, schemes: Sequence[Point], ratio: float) -> Options:
         """Return the prices of about such a demand: to work them out takes as long as a small sum."""
         sizes = demand.num_rows, demand.row_bytes, class_of(demand.held), class_of(demand.union), is_dense(demand)
         key = (*sizes, is_sparse, len(schemes))
@@ -86,21 +86,19 @@ class Routes:
             self._known[key] = self._priced(demand, is_sparse, schemes, ratio)
         return self._known[key]
 
-    def _priced(
-        self, demand: Demand, is_sparse: bool, schemes: Sequence[Point], ratio: float = 1.0
-    ) -> dict[Route, RoutePrice]:
+    def _priced(self, demand: Demand, is_sparse: bool, schemes: Sequence[Point], ratio: float = 1.0) -> Options:
         options = route_prices(demand, schemes, self.own, self.lane, self.hosts, is_sparse, self.is_host, ratio)
         return {option.route: option for option in options}
 
     @staticmethod
-    def _best(options: Mapping[Route, RoutePrice], demand: Demand) -> RoutePrice:
+    def _best(options: Options, demand: Demand) -> RoutePrice:
         """Return the fastest way; a table with hardly any zeros goes with its bucket, which hides behind backward."""
         if is_dense(demand) and Route.NATIVE in options:
             return options[Route.NATIVE]
         return min(options.values(), key=lambda option: option.seconds)
 
     @staticmethod
-    def _others(options: Mapping[Route, RoutePrice]) -> list[RoutePrice]:
+    def _others(options: Options) -> list[RoutePrice]:
         """Return the ways of a table that are not a sum by collectives, the fastest first."""
         rest = [option for route, option in options.items() if route is not Route.COLLECTIVE]
         return sorted(rest, key=lambda option: option.seconds)

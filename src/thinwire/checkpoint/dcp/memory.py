@@ -41,8 +41,9 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from thinwire.checkpoint.agreement import Agreement, Turn
+from thinwire.checkpoint.agreement import Agreement
 from thinwire.checkpoint.group import check_alike, failures_of, gather_json, on_all, private_group, run_id_of
+from thinwire.checkpoint.holder.client import SlotWriter
 from thinwire.checkpoint.holder.version import StoredStep
 from thinwire.checkpoint.options import Storage
 from thinwire.checkpoint.pacing.gaps import Pacer
@@ -161,21 +162,20 @@ class MemoryWriter(MemoryStorage, StorageWriter):
         super().close()
 
     def _write(self, encoded: Encoded) -> None:
-        registration = self._registration
         if self._step is None:
-            surveyed = survey(registration)
+            surveyed = survey(self._registration)
             steps = [version.step for versions in surveyed.inventories.values() for version in versions]
             self._agreement.attempt, self._step = surveyed.attempt, max(steps, default=0)
         step = self._step + 1 if self._given is None else self._given
         self._given = None  # DCP says nothing when there is nothing to say
         self._pacer.note_step()
-        failed = failures_of(self._publish(self._turn(step, encoded), encoded), self._group)
+        failed = failures_of(self._publish(self._slot(step, encoded), encoded), self._group)
         if failed:
             raise ThinwireError(f"step {step} was not saved: {failed}")
         self._step = step
 
-    def _turn(self, step: int, encoded: Encoded) -> Turn:
-        """A turn with a slot, on all ranks. Raises ThinwireError on all ranks."""
+    def _slot(self, step: int, encoded: Encoded) -> SlotWriter:
+        """A slot, on all ranks. Raises ThinwireError on all ranks."""
         deadline = time.monotonic() + _TURN_SECONDS
         while True:
             turn = self._agreement.take_turn(step)
@@ -184,22 +184,20 @@ class MemoryWriter(MemoryStorage, StorageWriter):
                     raise ThinwireError(f"step {step} was not saved: {self._notices.last}")
                 continue
             gathered = gather_json([turn.skipped, time.monotonic() > deadline], self._group)
-            if not any(skipped for skipped, _ in gathered):
-                return turn
+            if turn.writer is not None and not any(skipped for skipped, _ in gathered):
+                return turn.writer
             if any(late for _, late in gathered) or self._registration.client is None:
                 raise ThinwireError(f"step {step} was not saved: {[skipped for skipped, _ in gathered][:4]}")
             time.sleep(_POLL_SECONDS)
 
-    def _publish(self, turn: Turn, encoded: Encoded) -> str:
+    def _publish(self, writer: SlotWriter, encoded: Encoded) -> str:
         """Why the version of this rank is not complete, or empty."""
-        writer = turn.writer
-        assert writer is not None
         try:
             write(encoded.slices, encoded.tensors, writer.payload)
         except RuntimeError as error:
             self._agreement.abandon(writer)
             return str(error)
-        return self._agreement.publish(turn, encoded, wait=True)
+        return self._agreement.publish(writer, encoded, (), wait=True)
 
 
 def _state_of(plan: SavePlan, planner: SavePlanner) -> dict[str, Any]:
@@ -247,10 +245,8 @@ class _Saved:
         """Parse a layout. Raises CorruptMessageError for a layout of anything else."""
         tree = unflatten(layout, [_Number(number) for number in range(len(layout.slices))])  # type: ignore[misc]
         try:
-            items = [
-                (str(name), Size(shape), Size(offset), int(number))
-                for (name, shape, offset), number in zip(tree["items"], tree["chunks"], strict=True)
-            ]
+            named = zip(tree["items"], tree["chunks"], strict=True)
+            items = [(str(name), Size(shape), Size(offset), int(number)) for (name, shape, offset), number in named]
             return cls(layout, dict(tree["values"]), items, dict(tree["planner_data"]))
         except (KeyError, TypeError, ValueError) as error:
             raise CorruptMessageError(f"not a checkpoint of DCP: {error}") from error

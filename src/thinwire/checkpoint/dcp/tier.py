@@ -194,12 +194,8 @@ def _named(
     under their own names, others under the rank's."""
     names = _names(layout)
     digests = {name: _digest(tensor) for name, tensor in zip(names, tensors, strict=True)}
-    mine = [
-        digests,
-        _shared(layout, digests),
-        alike(layout.slices, layout.shared_bytes),
-        layout.about.get("certified", -1),
-    ]
+    group_name = alike(layout.slices, layout.shared_bytes)
+    mine = digests, _shared(layout, digests), group_name, layout.about.get("certified", -1)
     gathered, shared, groups, steps = zip(*gather_json(mine, group), strict=True)
     differ, certified = odd_ranks(shared, groups)[1], max(steps)
     if differ and certified >= 0:

@@ -344,11 +344,8 @@ class Boards:
 
         def look(endpoint: str) -> None:
             try:
-                connection = call(endpoint, self._secret, self._timeout)
-                try:
+                with contextlib.closing(call(endpoint, self._secret, self._timeout)) as connection:
                     result[endpoint] = field(connection.request("look", {}).json, "round", int)
-                finally:
-                    connection.close()
             except (ThinwireError, OSError, ValueError) as error:
                 failed[endpoint] = error
 

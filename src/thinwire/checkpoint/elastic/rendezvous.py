@@ -10,6 +10,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch.distributed import TCPStore
@@ -84,12 +85,8 @@ class ElasticRendezvous(RendezvousHandler):
         self._step_timeout = _seconds(params, "step_timeout", 1800.0)
         bind = os.environ.get(BIND_VARIABLE) or params.local_addr or _address_towards(endpoints)
         path = socket_path()
-        self._holder = HolderOptions(
-            bind=bind,
-            socket=str(path),
-            secret_file=params.get("secret_file"),
-            memory_budget=params.get("memory_budget"),
-        )
+        given = {name: params.get(name) for name in ("secret_file", "memory_budget")}
+        self._holder = HolderOptions(bind=bind, socket=str(path), **given)
         self._ended, self._starting = threading.Event(), threading.Lock()
         self._store: TCPStore | None = None  # of this host's workers, if the first of them is here
         self._holder_pid = 0
@@ -99,12 +96,9 @@ class ElasticRendezvous(RendezvousHandler):
         self._warm.ensure()
         self._address, self._file = params.local_addr or bind, beside(path, ".rank")
         self._name = f"{self._address} {os.getpid()} {secrets.token_hex(4)}"
-        self._boards = Boards(
-            endpoints,
-            load_secret(path, self._holder.secret_file),
-            max(0.5, self._patience / 3),
-            lambda: Board(self._run_id, (low, high), self._patience, last_call),
-        )
+        secret, timeout = load_secret(path, self._holder.secret_file), max(0.5, self._patience / 3)
+        new_board = partial(Board, self._run_id, (low, high), self._patience, last_call)
+        self._boards = Boards(endpoints, secret, timeout, new_board)
         self._hosts = [low, high]
         self._want, self._fresh, self._claim, self._master = "", True, self._read_claim(), [self._address, 0]
         self._heard, self._over, self._closed = time.monotonic(), False, False

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from thinwire.checkpoint.holder.frames import HANDSHAKE_SECONDS, peer_pid
+from thinwire.checkpoint.holder.frames import HANDSHAKE_SECONDS, closed_on_error, peer_pid
 
 MAX_STRANGERS = 64
 BACKLOG = 1024  # connections that the kernel keeps until they are accepted
@@ -22,15 +22,12 @@ _ACCEPTS = 32  # before those who are here already are looked at again
 def listen_unix(path: Path, kind: int) -> socket.socket:
     """Return a socket that listens at ``path``, instead of what is there; it is not seen there before it listens."""
     hidden, listener = Path(f"{path}~"), socket.socket(socket.AF_UNIX, kind)
-    try:
+    with closed_on_error(listener):
         hidden.unlink(missing_ok=True)
         listener.bind(str(hidden))
         hidden.chmod(0o600)
         listener.listen(BACKLOG)
         hidden.rename(path)
-    except OSError:
-        listener.close()
-        raise
     return listener
 
 

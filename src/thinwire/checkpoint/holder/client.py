@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from thinwire.checkpoint.holder.faultpoint import reach
-from thinwire.checkpoint.holder.frames import Connection, Frame, FrameKind
+from thinwire.checkpoint.holder.frames import Connection, Frame, FrameKind, closed_on_error
 from thinwire.checkpoint.holder.slots import Slot, SlotSize
 from thinwire.checkpoint.holder.version import (
     MAX_LAYOUT_BYTES,
@@ -154,17 +154,15 @@ class HolderClient(contextlib.AbstractContextManager["HolderClient"]):
             raise LostPeerError(f"no holder at {socket_path} ({error}); start one with: thinwire holder") from error
         connection = Connection(sock, timeout_seconds, take_descriptors=True)
         pid = connection.peer_pid
-        try:
-            connection.greet(secret)
-        except PeerError as error:
-            connection.close()
-            what = "does not answer" if isinstance(error, LostPeerError) else "refuses"
-            text = f"the holder at {socket_path}, process {pid}, {what}: {error}"
-            hint = f"; to end one of an earlier start or release: thinwire holder --stop --pid {pid}; to wake one: kill"
-            raise type(error)(text + (f"{hint} -CONT {pid}" if pid else "")) from error
-        except BaseException:
-            connection.close()
-            raise
+        with closed_on_error(connection):
+            try:
+                connection.greet(secret)
+            except PeerError as error:
+                what = "does not answer" if isinstance(error, LostPeerError) else "refuses"
+                text = f"the holder at {socket_path}, process {pid}, {what}: {error}"
+                stop = f"to end one of an earlier start or release: thinwire holder --stop --pid {pid}"
+                hint = f"; {stop}; to wake one: kill -CONT {pid}" if pid else ""
+                raise type(error)(text + hint) from error
         return cls(connection)
 
     def __exit__(self, *_: object) -> None:
@@ -281,7 +279,10 @@ class HolderClient(contextlib.AbstractContextManager["HolderClient"]):
     def inventory(self, run_id: str | None = None, verify: bool = True) -> list[Version]:
         """Return the complete versions of a run (default: of hello) on this host; with ``verify``, only those whose
         bytes match their digests now."""
-        content = {"run_id": run_asked_for(run_id, self.shard), "verify": verify}
+        run = run_id if run_id is not None or self.shard is None else self.shard.run_id
+        if run is None:
+            raise ValueError("say which run, or call hello first")
+        content = {"run_id": run, "verify": verify}
         answer = self.request("inventory", content, seconds=_SLOW_SECONDS)
         return [Version.from_json(version) for version in field(answer, "versions", list)]
 
@@ -450,15 +451,6 @@ class HolderClient(contextlib.AbstractContextManager["HolderClient"]):
         """Ask the holder to send pending versions for a few seconds, and end. It may be gone before it answers."""
         with contextlib.suppress(LostPeerError):
             self.request("stop")
-
-
-def run_asked_for(run_id: str | None, shard: ShardId | None) -> str:
-    """Return the run that was named, or else that of the registered shard. Raises ValueError if there is neither."""
-    if run_id is not None:
-        return run_id
-    if shard is None:
-        raise ValueError("say which run, or call hello first")
-    return shard.run_id
 
 
 def _check(frame: Frame, num_descriptors: int, otherwise: str) -> None:

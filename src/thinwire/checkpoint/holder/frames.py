@@ -347,6 +347,16 @@ class Connection:
             self._socket.close()
 
 
+@contextlib.contextmanager
+def closed_on_error(resource: Any) -> Iterator[None]:
+    """Close what was just opened unless the block ends well."""
+    try:
+        yield
+    except BaseException:
+        resource.close()
+        raise
+
+
 def peer_pid(sock: socket.socket) -> int:
     """Return the process on the other side of a Unix socket; 0 if it is not seen from here, or the socket is none."""
     with contextlib.suppress(OSError):

@@ -7,6 +7,7 @@ OpenSSL, it is HMAC-SHA256. Both sides agree on one in their handshake.
 
 import ctypes
 import hmac
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -44,11 +45,9 @@ class Tags:
 @cache
 def macs() -> tuple[str, ...]:
     """Return the names of what can make tags of payloads here, the fastest first."""
-    try:
+    with suppress(AttributeError, ImportError, OSError, ValueError):  # no shared OpenSSL, or one that does not offer it
         if _gmac(bytes(32), 1, bytes(41)).hex() == _KNOWN_TAG:
             return "gmac", "hmac"
-    except (AttributeError, ImportError, OSError, ValueError):  # no shared OpenSSL, or one that does not offer it
-        pass
     return ("hmac",)
 
 

@@ -102,11 +102,8 @@ class HttpRequest:
 
 def _not_replicated(status: dict[str, Any]) -> str:
     """Return which shards would be lost with this host; a version that is still being sent has an older copy."""
-    alone = [
-        shard["shard"]
-        for shard in status["shards"]
-        if shard["role"] == "own" and shard["versions"] and shard["newest_replicated"] is None
-    ]
+    own = [shard for shard in status["shards"] if shard["role"] == "own" and shard["versions"]]
+    alone = [shard["shard"] for shard in own if shard["newest_replicated"] is None]
     return ", ".join(f"shard {of['owner']} of run {of['run_id']!a} has no copy" for of in alone)
 
 

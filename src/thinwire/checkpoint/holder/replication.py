@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from thinwire.checkpoint.holder.faultpoint import reach
-from thinwire.checkpoint.holder.frames import HANDSHAKE_SECONDS, Connection, FrameKind
+from thinwire.checkpoint.holder.frames import HANDSHAKE_SECONDS, Connection, FrameKind, closed_on_error
 from thinwire.checkpoint.holder.slots import Slot, digest_pool, runs_of
 from thinwire.checkpoint.holder.store import Changes, Holding, Shard, Store
 from thinwire.checkpoint.holder.version import Manifest, Version, field
@@ -85,11 +85,8 @@ def call(address: str, secret: bytes, timeout_seconds: float, tls: Any = None) -
         raise ThinwireError(f"holder {address}: {error}") from error
     tune(sock, timeout_seconds)
     connection = Connection(sock, timeout_seconds, peer=address)
-    try:
+    with closed_on_error(connection):
         connection.greet(secret, min(timeout_seconds, HANDSHAKE_SECONDS))
-    except BaseException:
-        connection.close()
-        raise
     return connection
 
 
@@ -122,7 +119,7 @@ def receive_payload(
     (done, whole), crc = manifest.bounds(first, last), 0
     crcs: list[int] = []
     mapping: Future[None] | None = None
-    with slot.payload(manifest.payload_bytes) as payload:
+    with slot.payload(manifest.payload_bytes) as payload, closed_on_error(connection):
         if chunks is not None:
             mapping = digest_pool().submit(_map, payload[done:whole])
         try:
@@ -152,9 +149,6 @@ def receive_payload(
                         crcs.append(crc)
                         crc = 0
                 reach("receive", manifest.shard.owner, manifest.step)
-        except BaseException:
-            connection.close()
-            raise
         finally:
             if mapping is not None:
                 mapping.result()
@@ -271,13 +265,10 @@ class Replicator:
         Raises ValueError if it has no room, ThinwireError if it is lost.
         """
         connection = self._call(self.address)
-        try:
+        with closed_on_error(connection):
             asked = {"shard": self._shard.id.to_json(), **self._shard.size.to_json()}
             answer = connection.request("register", asked).json
             held = {Version.from_json(version).digest for version in field(answer, "versions", list)}
-        except BaseException:
-            connection.close()
-            raise
         with self._store.changed.change():
             if self._stopping.is_set():
                 connection.close()

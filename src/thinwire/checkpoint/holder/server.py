@@ -443,11 +443,10 @@ def _age(shard: Shard, step: int | None) -> float | None:
 
 
 def _file_id(path: Path) -> tuple[int, int] | None:
-    try:
+    with contextlib.suppress(OSError):
         result = path.stat()
-    except OSError:
-        return None
-    return result.st_dev, result.st_ino
+        return result.st_dev, result.st_ino
+    return None
 
 
 def _tls_contexts(certificate: str, key: str, authority: str) -> tuple[Any, Any]:

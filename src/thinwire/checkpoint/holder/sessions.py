@@ -37,7 +37,7 @@ _VERIFY_SECONDS = 600.0  # for one of them to compare all of its bytes with dige
 
 
 Operation = Callable[[Any, dict[str, Any], bytes], "dict[str, Any] | None"]
-"""It returns the JSON of the reply, or None if it has replied itself."""
+"""It returns the JSON of the reply; None for an empty one."""
 
 
 class Session:
@@ -48,6 +48,7 @@ class Session:
 
     operations: ClassVar[dict[str, Operation]] = {}
     with_layout: ClassVar[set[str]] = set()
+    replying: ClassVar[set[str]] = set()  # operations that send the reply themselves
 
     def __init__(self, holder: Any, connection: Connection) -> None:
         self.holder, self.store, self.connection = holder, holder.store, connection
@@ -86,7 +87,7 @@ class Session:
             if self.connection.is_closed:  # by what came on it: a forged payload, say
                 raise
             return self.connection.send_error(error)
-        if reply is not None:
+        if name not in self.replying:
             self.connection.send(FrameKind.REPLY, reply)
         return None
 
@@ -99,6 +100,7 @@ class TrainerSession(Session):
     """Session with a process on this host, over the Unix socket; it owns at most one shard."""
 
     with_layout: ClassVar[set[str]] = {"publish"}
+    replying: ClassVar[set[str]] = {"slot", "layout", "open"}
 
     def __init__(self, holder: Any, connection: Connection) -> None:
         super().__init__(holder, connection)
@@ -128,15 +130,6 @@ class TrainerSession(Session):
             if self.shard is not None and self.shard.trainer is self:
                 self.shard.trainer = None
 
-    def _leave(self) -> None:
-        """Give up the version that ranks of this host write together, unless this one has written its part."""
-        with self.store.changed:
-            self.gathering = None
-            if self.common is not None and self.shard is not None and (gathering := self.common.gathering) is not None:
-                is_past = gathering.order[0] != self.attempt or self.shard.id.owner in gathering.published
-                if not is_past:
-                    self.store.end_gathering(self.common, False)
-
     @property
     def is_alive(self) -> bool:
         """Whether the trainer lives. Its children may hold the connection open, so its process is asked for too."""
@@ -156,7 +149,7 @@ class TrainerSession(Session):
                     return next(iter(living), None)
                 self.store.changed.wait(_LOOK_SECONDS)
 
-    def join(self, request: dict[str, Any], _: bytes) -> dict[str, Any]:
+    def join(self, request: dict[str, Any], _: bytes) -> None:
         """Take a lease of a run for a job, as long as one of its trainers is connected."""
         run_id, job = get(request, "run_id", str, 1, 256), get(request, "job", str, 1, 256)
 
@@ -175,21 +168,18 @@ class TrainerSession(Session):
                 )
             self.lease = run_id, job
             self.holder.joined.add(self)
-        return {}
 
-    def assign(self, request: dict[str, Any], _: bytes) -> dict[str, Any]:
+    def assign(self, request: dict[str, Any], _: bytes) -> None:
         run_id, wanted = get(request, "run_id", str, 1, 256), get(request, "wanted", list)
         placed = frozenset(ShardId.from_json(shard) for shard in get(request, "placed", list))
         if not all(isinstance(digest, str) for digest in wanted):
             raise CorruptMessageError("a digest is no text")
         chosen = _order(request.get("chosen")) or (-1, -1)
         self.store.assign(run_id, Assignment(placed, frozenset(wanted), get(request, "attempt", int), chosen))
-        return {}
 
-    def release(self, request: dict[str, Any], _: bytes) -> dict[str, Any]:
+    def release(self, request: dict[str, Any], _: bytes) -> None:
         topologies = [str(topology) for topology in get(request, "topologies", list)]
         self.store.release(get(request, "run_id", str, 1, 256), topologies)
-        return {}
 
     def cast(self, content: dict[str, Any]) -> None:
         if content.get("op") == "grant":
@@ -279,7 +269,7 @@ class TrainerSession(Session):
             sender.start()
         return unreachable
 
-    def slot(self, request: dict[str, Any], _: bytes) -> dict[str, Any] | None:
+    def slot(self, request: dict[str, Any], _: bytes) -> None:
         shard, keep_step = self.own(), request.get("keep_step")
         get(request, "step", int)
         if self.writing is not None or self.gathering is not None:
@@ -298,7 +288,7 @@ class TrainerSession(Session):
             shard.last_error = str(error)
         if self.writing is None or (self.common is not None and self.gathering is None):
             self._abandon()
-            return {"slot": None}
+            return self.connection.send(FrameKind.REPLY, {"slot": None})
         content: dict[str, Any] = {}
         descriptors: list[int] = []
         given = [("slot", self.writing, shard)]
@@ -309,16 +299,22 @@ class TrainerSession(Session):
             holding.mapped.add(self)
             numbers = [each.number for each in its.holdings]
             content[name] = {"number": holding.number, "numbers": numbers, **holding.slot.size.to_json()}
-        self.connection.send(FrameKind.REPLY, content, descriptors=tuple(descriptors))
-        return None
+        return self.connection.send(FrameKind.REPLY, content, descriptors=tuple(descriptors))
 
     def _abandon(self) -> None:
-        self._leave()
+        """Drop what is being written, and the version that ranks of this host write together, unless this one has
+        written its part of that."""
+        with self.store.changed:
+            self.gathering = None
+            if self.common is not None and self.shard is not None and (gathering := self.common.gathering) is not None:
+                is_past = gathering.order[0] != self.attempt or self.shard.id.owner in gathering.published
+                if not is_past:
+                    self.store.end_gathering(self.common, False)
         writing, self.writing = self.writing, None
         if writing is not None:
             self.store.abandon(writing)
 
-    def publish(self, request: dict[str, Any], layout: bytes) -> dict[str, Any]:
+    def publish(self, request: dict[str, Any], layout: bytes) -> dict[str, Any] | None:
         """Make what was written a version, and with it, if all others of this host have written theirs, what they have
         in common."""
         shard, holding = self.own(), self.writing
@@ -348,7 +344,7 @@ class TrainerSession(Session):
             if manifest is None:
                 raise ThinwireError(f"step {step} was not published: {shard.last_error}")
             return {"version": manifest.listed("own").to_json()}
-        return {}
+        return None
 
     def _contribute(
         self, shard: Shard, holding: Holding, stated: Manifest, layout: bytes, alike: Manifest, pieces: list[int]
@@ -387,18 +383,16 @@ class TrainerSession(Session):
             self.store.abandon(holding)
             return None
 
-    def abandon(self, request: dict[str, Any], _: bytes) -> dict[str, Any]:
+    def abandon(self, request: dict[str, Any], _: bytes) -> None:
         if self.writing is not None and self.writing.number == get(request, "slot", int):
             self._abandon()
-        return {}
 
-    def leave(self, request: dict[str, Any], _: bytes) -> dict[str, Any]:
+    def leave(self, request: dict[str, Any], _: bytes) -> None:
         """Have the ranks of this host write no version of that step together, also those that have not begun yet."""
         order = self.attempt, get(request, "step", int)
         self._abandon()
         if self.common is not None:
             self.store.give_up(self.common, order)
-        return {}
 
     def status(self, request: dict[str, Any], _: bytes) -> dict[str, Any]:
         shard = self.own()
@@ -421,10 +415,7 @@ class TrainerSession(Session):
 
         def ask(source: Any) -> dict[str, Any] | str:
             try:
-                with (
-                    self._calling(str(source)),
-                    contextlib.closing(self.holder.call(str(source), patience)) as connection,
-                ):
+                with contextlib.closing(self.holder.call(str(source), patience)) as connection:
                     answer = connection.request("inventory", asked, seconds=wait or patience)
                     return {"versions": get(answer.json, "versions", list)}
             except (ThinwireError, ValueError) as error:
@@ -449,7 +440,7 @@ class TrainerSession(Session):
             num_bytes, seconds = self.holder.fetch(version, sources, request.get("evict") is not False)
         return {"bytes": num_bytes, "seconds": seconds}
 
-    def keep(self, request: dict[str, Any], _: bytes) -> dict[str, Any]:
+    def keep(self, request: dict[str, Any], _: bytes) -> None:
         version, shard = Version.from_json(get(request, "version", dict)), self.own()
         with self.store.reading(version), self.store.changed:
             if version.shard != shard.id:
@@ -462,7 +453,6 @@ class TrainerSession(Session):
                 lambda: not any(h.readers and h.manifest and not shard.is_wanted(h.manifest) for h in shard.holdings),
                 _UNWANTED_SECONDS,
             )
-        return {}
 
     def open(self, request: dict[str, Any], _: bytes) -> None:
         holding = self.store.pin(Version.from_json(get(request, "version", dict)))
@@ -479,11 +469,10 @@ class TrainerSession(Session):
         finally:
             os.close(descriptor)
 
-    def close(self, request: dict[str, Any], _: bytes) -> dict[str, Any]:
+    def close(self, request: dict[str, Any], _: bytes) -> None:
         holding = self.opened.pop(get(request, "handle", int), None)
         if holding is not None:
             self.store.unpin(holding)
-        return {}
 
     def forget(self, request: dict[str, Any], _: bytes) -> dict[str, Any]:
         topology = get(request, "topology", str, 1, 256) if request.get("topology") is not None else None
@@ -507,9 +496,8 @@ class TrainerSession(Session):
     def reload(self, request: dict[str, Any], _: bytes) -> dict[str, Any]:
         return {"secrets": self.holder.reload()}
 
-    def stop(self, request: dict[str, Any], _: bytes) -> dict[str, Any]:
+    def stop(self, request: dict[str, Any], _: bytes) -> None:
         self.holder.stopping.set()
-        return {}
 
     operations: ClassVar[dict[str, Operation]] = {
         "join": join, "place": assign, "release": release, "hello": hello, "slot": slot, "publish": publish,
@@ -523,6 +511,7 @@ class PeerSession(Session):
     """Session with the holder of another host, over TCP: it keeps shards here, and reads the versions here."""
 
     with_layout: ClassVar[set[str]] = {"receive"}
+    replying: ClassVar[set[str]] = {"offer", "read"}
 
     def register(self, request: dict[str, Any], _: bytes) -> dict[str, Any]:
         shard_id = ShardId.from_json(get(request, "shard", dict))

@@ -67,10 +67,9 @@ def _left_in_control_groups(root: Path) -> list[int]:
 
 
 def _left(limit: Path, usage: Path) -> list[int]:
-    try:
+    with contextlib.suppress(OSError, ValueError):  # not mounted here, or "max"
         return [int(limit.read_text()) - int(usage.read_text())]
-    except (OSError, ValueError):  # not mounted here, or "max"
-        return []
+    return []
 
 
 class Changes(threading.Condition):
@@ -227,11 +226,8 @@ class Shard:
 
     def is_safe(self, attempt: int) -> bool:
         """Return whether all replicas have a version that a trainer in its ``attempt`` wrote, or went on from."""
-        return any(
-            self.is_everywhere(manifest)
-            for _, manifest in self.complete()
-            if manifest.order == self.keep or manifest.attempt == attempt
-        )
+        meant = [m for _, m in self.complete() if m.order == self.keep or m.attempt == attempt]
+        return any(map(self.is_everywhere, meant))
 
     def is_superseded(self, order: tuple[int, int]) -> bool:
         """Return whether a version from a peer is useless here: its owner lives here, or all slots hold newer ones.

@@ -4,6 +4,7 @@ They show whatever sends: DDP, FSDP and NCCL too. They are read every 2 ms, only
 iterations are profiled (20 of them), and only those count in which no checkpoint is on its way.
 """
 
+import contextlib
 import fcntl
 import os
 import socket
@@ -23,7 +24,7 @@ _WORD_BYTES = 4  # port_xmit_data counts words
 
 def interface_to(host: str) -> str:
     """Return the name of the interface on which this host sends to another one: "lo" to itself, "" if unknown."""
-    try:
+    with contextlib.suppress(OSError):
         family, kind, protocol, _, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.connect(where)  # of UDP: nothing is sent
@@ -37,8 +38,6 @@ def interface_to(host: str) -> str:
                     continue
                 if family == socket.AF_INET and socket.inet_ntoa(result[20:24]) == own:
                     return name
-    except OSError:
-        pass
     return ""
 
 

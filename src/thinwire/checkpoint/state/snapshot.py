@@ -95,7 +95,11 @@ class TrainingState:
         """Return a stored state for `adopt`, and its tensors, to be filled before that. Raises ValueError."""
         existing = self.capture(0)
         state, targets = prepare(existing, layout)
-        self._check(state, existing)
+        if not isinstance(state, dict) or set(state) != set(existing):
+            raise ValueError(
+                f"the checkpoint has {sorted(state)} and this training {sorted(existing)}: pass the Checkpointer the"
+                " same parts"
+            )
         return state, targets
 
     def adopt(self, state: dict[str, Any], keep: Sequence[str] = ()) -> int:
@@ -107,14 +111,6 @@ class TrainingState:
         if "random" not in keep:
             set_random_states(state["random"], _devices(self.module.state_dict(keep_vars=True)))
         return int(state["step"])
-
-    @staticmethod
-    def _check(state: Any, existing: dict[str, Any]) -> None:
-        if not isinstance(state, dict) or set(state) != set(existing):
-            raise ValueError(
-                f"the checkpoint has {sorted(state)} and this training {sorted(existing)}: pass the Checkpointer the"
-                " same parts"
-            )
 
     def _model_tensors(self) -> dict[str, str]:
         return _described(flatten({"model": self.module.state_dict()})[0])

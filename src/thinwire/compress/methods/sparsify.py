@@ -275,11 +275,8 @@ def sealed(count: int, code: int, body: list[Tensor]) -> Tensor:
     """Return a header and the body after it, padded to 8 bytes."""
     size = sum(part.numel() for part in body)
     data = torch.empty(HEADER_BYTES + wire.aligned(size), dtype=torch.uint8)
-    end = HEADER_BYTES
-    for part in body:
-        data[end : end + part.numel()] = part
-        end += part.numel()
-    data[end:] = 0
+    torch.cat(body, out=data[HEADER_BYTES : HEADER_BYTES + size])
+    data[HEADER_BYTES + size :] = 0
     head = count | code << _COUNT_BITS
     header = _HEADER.pack(head, _checksum(head, data[HEADER_BYTES:]))
     data[:HEADER_BYTES] = torch.frombuffer(bytearray(header), dtype=torch.uint8)

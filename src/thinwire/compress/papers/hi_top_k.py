@@ -64,7 +64,7 @@ class _Run:
         self._packed_bytes = [0] * len(tasks)
 
     def results(self) -> list[Result]:
-        most = packing.packed_bytes(self._specs(self._shard)) if self._partners else 0
+        most = packing.packed_bytes(self._specs()) if self._partners else 0
         handed_in = deferred(lambda: self._inside.all_to_all(self._hand_in, most))
         summed = deferred(lambda: self._between_hosts(handed_in))
 
@@ -84,17 +84,14 @@ class _Run:
     def _hand_in(self) -> list[Tensor]:
         """Return each shard of this rank's gradients and memory, for the rank of the host that has the shard."""
         with self._stopwatch.phase(Phase.COMPRESS):
-            payloads = [task.compressor.compress(task.gradient, task.parameter, task.state) for task in self._tasks]
+            payloads = [task.compress() for task in self._tasks]
             self._selectors = [self._selector(*pair) for pair in zip(self._tasks, payloads, strict=True)]
             self._remembering = [not isinstance(payload, DensePayload) for payload in payloads]
             flats = [payload.parts[0] for payload in payloads]
-            outgoing = []
-            for shard in range(self._inside.world_size):
-                if shard >= self._num_shards:
-                    outgoing.append(torch.empty(0, dtype=torch.uint8))
-                    continue
+            outgoing = [torch.empty(0, dtype=torch.uint8)] * self._inside.world_size
+            for shard in range(self._num_shards):
                 spans = [self._span(task.parameter, shard) for task in self._tasks]
-                outgoing.append(packing.pack([flat[slice(*span)] for flat, span in zip(flats, spans, strict=True)]))
+                outgoing[shard] = packing.pack([flat[slice(*span)] for flat, span in zip(flats, spans, strict=True)])
             return outgoing
 
     def _selector(self, task: Task, payload: Payload) -> MsTopK:
@@ -134,7 +131,7 @@ class _Run:
 
     def _summed(self, arrived: Sequence[Arrived]) -> list[Tensor]:
         """Return this rank's shard of each task, added up over the ranks of the host; newly allocated."""
-        parse = partial(packing.unpack, specs=self._specs(self._shard))
+        parse = partial(packing.unpack, specs=self._specs())
         first, *others = [message.read(parse) for message in arrived]
         totals = [shard.clone() for shard in first]
         for shards in others:
@@ -167,15 +164,15 @@ class _Run:
             ids, values = payload.parts
             flat[start:stop][ids] = values
         mean = flat.view(task.parameter.shape)
-        task.compressor.finish(mean, task.parameter, task.state)
+        task.finish(mean)
         return Result(mean, self._packed_bytes[number], self._counts[number] / max(1, task.parameter.numel))
 
     def _span(self, parameter: Parameter, shard: int) -> tuple[int, int]:
         return span(parameter.numel, shard, self._num_shards)
 
-    def _specs(self, shard: int) -> list[packing.PartSpec]:
-        """Return the parts by which shards travel inside a host."""
-        spans = [(self._span(task.parameter, shard), task.parameter.working_dtype) for task in self._tasks]
+    def _specs(self) -> list[packing.PartSpec]:
+        """Return the parts by which this rank's shards travel inside a host."""
+        spans = [(self._span(task.parameter, self._shard), task.parameter.working_dtype) for task in self._tasks]
         return [packing.PartSpec(dtype, stop - start) for (start, stop), dtype in spans]
 
     def _plans(self, shard: int) -> list[Plan]:

@@ -41,12 +41,9 @@ class Tally:
     bound: float
 
     def packed(self) -> Tensor:
-        parts = (
-            torch.tensor([self.held]),
-            torch.tensor([self.bound], dtype=torch.float64),
-            torch.tensor(self.passing).clamp_(max=_COUNTED).int(),
-        )
-        return torch.cat([part.view(torch.uint8) for part in parts])
+        held, bound = torch.tensor([self.held]), torch.tensor([self.bound], dtype=torch.float64)
+        passing = torch.tensor(self.passing).clamp_(max=_COUNTED).int()
+        return torch.cat([part.view(torch.uint8) for part in (held, bound, passing)])
 
 
 def ladder(threshold: float) -> tuple[float, ...]:
@@ -207,14 +204,8 @@ class OkTopk(DensitySparsifier, Joint):
 
     def init(self, parameter: Parameter) -> State:
         nothing = torch.empty(0, dtype=torch.int64)
-        return {
-            "step": 0,
-            "k": 0,
-            "threshold": 0.0,
-            "global_threshold": 0.0,
-            "bounds": nothing,
-            "selected": nothing.clone(),
-        }
+        numbers = {"step": 0, "k": 0, "threshold": 0.0, "global_threshold": 0.0}
+        return {**numbers, "bounds": nothing, "selected": nothing.clone()}
 
     def select(self, flat: Tensor, parameter: Parameter, state: State) -> Selection:
         step, k = state["step"], self.target(flat.numel())

@@ -49,8 +49,7 @@ class OkTopkTask:
         return self.state["k"]
 
     def select(self) -> None:
-        payload = self.task.compressor.compress(self.task.gradient, self.parameter, self.task.state)
-        ids, values = payload.parts
+        ids, values = self.task.compress().parts
         self.selected = ids, values
 
     def sent(self, selection: Selection) -> Selection:
@@ -69,13 +68,9 @@ class OkTopkTask:
         values, threshold = self.reduced[1], self.state["global_threshold"]
         fair = -(-self.k // world_size)
         enough = 0 < fair <= values.numel()
-        return Tally(
-            held=values.numel(),
-            passing=tuple(
-                kernels.count_at_least(values, rung) if threshold > 0.0 else 0 for rung in ok_topk.ladder(threshold)
-            ),
-            bound=ok_topk.smallest_magnitude(kernels.top_magnitudes(values, fair)[1]) if enough else 0.0,
-        )
+        passing = [kernels.count_at_least(values, rung) if threshold > 0.0 else 0 for rung in ok_topk.ladder(threshold)]
+        bound = ok_topk.smallest_magnitude(kernels.top_magnitudes(values, fair)[1]) if enough else 0.0
+        return Tally(values.numel(), tuple(passing), bound)
 
     def decide(self, tallies: Sequence[Tally]) -> bool:
         """Set counts and threshold of this step; return False if the threshold must be computed first."""
@@ -246,9 +241,7 @@ class _Run:
             with self._stopwatch.phase(Phase.COMPRESS):
                 return packing.pack([one.candidates(bound) for one, bound in undecided])
 
-        most = max(
-            sum(16 + spec.max_numel * spec.dtype.itemsize for spec in specs(owner)) for owner in range(self._world_size)
-        )
+        most = packing.message_bytes([one.k * one.parameter.working_dtype.itemsize for one, _ in undecided])
         arrived = self._peers.all_gather(prepare, most)
 
         def decide() -> None:
@@ -328,5 +321,5 @@ def _result(one: OkTopkTask, selections: Sequence[Selection], is_balanced: bool)
         flat[ids if is_balanced else ids + one.start(owner)] = values
     mean = flat.view(parameter.shape)
     sent = one.selected[0].numel() / max(1, parameter.numel)
-    task.compressor.finish(mean, parameter, task.state)
+    task.finish(mean)
     return Result(mean, one.sent_bytes, sent)

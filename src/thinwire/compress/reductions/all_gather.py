@@ -30,7 +30,7 @@ class AllGather(Reduction):
 
         def prepare() -> Tensor:
             with stopwatch.phase(Phase.COMPRESS):
-                payloads = [task.compressor.compress(task.gradient, task.parameter, task.state) for task in tasks]
+                payloads = [task.compress() for task in tasks]
                 packed = [stack.pack([payloads[index] for index in stack.indices]) for stack in stacks]
                 for stack, data in zip(stacks, packed, strict=True):
                     mine.update(_shares(stack, data.numel(), tasks, payloads))
@@ -70,12 +70,10 @@ def _shares(
 
 def _combined(stack: Stack, tasks: Sequence[Task], payloads: Sequence[Payload]) -> list[Tensor]:
     """Return the means of all ranks' payloads, and finish the states."""
-    if not stack.offsets:
-        return [combined(tasks[0], payloads)]
     code, parameter = stack.plan
     means = stack.parts(packed_code(code).combine(payloads, parameter), [task.parameter.shape for task in tasks])
     for task, mean in zip(tasks, means, strict=True):
-        task.compressor.finish(mean, task.parameter, task.state)
+        task.finish(mean)
     return means
 
 
@@ -100,10 +98,3 @@ def density(compressor: Compressor, parameter: Parameter, payload: Payload) -> f
     if not isinstance(code_of(compressor), Sparsifier):
         return 1.0
     return payload.parts[0].numel() / max(1, parameter.numel)
-
-
-def combined(task: Task, payloads: Sequence[Payload]) -> Tensor:
-    """Return the mean of all ranks' payloads, and finish the state."""
-    mean = packed_code(task.compressor).combine(payloads, task.parameter)
-    task.compressor.finish(mean, task.parameter, task.state)
-    return mean

@@ -12,7 +12,7 @@ from torch import Tensor
 from thinwire.compress.base import Compressor, Parameter, Payload, State, Summable
 from thinwire.compress.memory import Forgotten
 from thinwire.compress.reductions.base import Peers, Phase, Plan, Reduction, Result, Stopwatch, Task
-from thinwire.compress.reductions.messages import all_known
+from thinwire.compress.reductions.messages import total
 from thinwire.compress.reductions.two_shot import TwoShot
 from thinwire.compress.wrappers import code_of, summable_code, unwrapped
 from thinwire.rows.formats import ring_all_reduce_bytes
@@ -47,12 +47,8 @@ class AllReduce(Reduction):
         sent: list[list[Payload]] = [[] for _ in tasks]
         last: dict[int, Payload] = {}
         with stopwatch.phase(Phase.COMPRESS):
-            current = peers.attempt(  # so that a failure reaches the peers, in place of the sum that they wait for
-                lambda: {
-                    index: task.compressor.compress(task.gradient, task.parameter, task.state)
-                    for index, task in enumerate(tasks)
-                }
-            )
+            # so that a failure reaches the peers, in place of the sum that they wait for
+            current = peers.attempt(lambda: {index: task.compress() for index, task in enumerate(tasks)})
         while current:
             for index, payload in current.items():
                 sent[index].append(payload)
@@ -84,8 +80,7 @@ class AllReduce(Reduction):
                     sizes.append(ring_all_reduce_bytes(numel * dtype.itemsize, world_size))
                 else:
                     sizes.append(TwoShot().sent_bytes([_parts_plan(code, numel, dtype)], rank, world_size))
-        known = all_known(sizes)
-        return None if known is None else sum(known)
+        return total(sizes)
 
 
 def _code(task: Task) -> tuple[Summable, State]:
@@ -126,7 +121,7 @@ def _averaged(payloads: dict[int, Payload], peers: Peers, stopwatch: Stopwatch) 
 def _finished(task: Task, mean: Payload, sent: Sequence[Payload]) -> Result:
     code, state = _code(task)
     gradient = code.reconstruct(mean, task.parameter, state)
-    task.compressor.finish(gradient, task.parameter, task.state)
+    task.finish(gradient)
     elements = sum(part.numel() for payload in sent for part in payload.parts)
     return Result(gradient, sum(payload.num_bytes for payload in sent), min(1.0, elements / max(1, gradient.numel())))
 

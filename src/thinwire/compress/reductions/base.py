@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 from torch import Tensor
 from torch.profiler import record_function
 
-from thinwire.compress.base import Compressor, Parameter, State
+from thinwire.compress.base import Compressor, Parameter, Payload, State
 from thinwire.compress.state import salted
 from thinwire.compress.wrappers import core_of
 from thinwire.observe.step import Phase, enabled
@@ -121,6 +121,14 @@ class Task:
     @property
     def plan(self) -> Plan:
         return self.compressor, self.parameter
+
+    def compress(self) -> Payload:
+        """Return the payload of this step."""
+        return self.compressor.compress(self.gradient, self.parameter, self.state)
+
+    def finish(self, mean: Tensor) -> None:
+        """Update the state from the mean, at the end of the step."""
+        self.compressor.finish(mean, self.parameter, self.state)
 
 
 @dataclass(frozen=True, eq=False)

@@ -67,13 +67,13 @@ def _summed(tasks: Sequence[Task], peers: Peers, stopwatch: Stopwatch) -> list[R
         results = []
         for task, count, (start, stop) in zip(tasks, counts, pairwise(ends), strict=True):
             mean = flat[start:stop].view(task.parameter.shape)
-            task.compressor.finish(mean, task.parameter, task.state)
+            task.finish(mean)
             results.append(Result(mean, count * (8 + itemsize), count / max(1, task.parameter.numel)))
         return results
 
 
 def _chosen(task: Task) -> tuple[Tensor, Tensor]:
-    payload = task.compressor.compress(task.gradient, task.parameter, task.state)
+    payload = task.compress()
     ids, *values = payload.parts
     if len(values) == 1 and values[0].dtype == task.parameter.working_dtype and values[0].shape == ids.shape:
         return ids, values[0]

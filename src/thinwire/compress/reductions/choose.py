@@ -52,11 +52,8 @@ def reduction_for(
         reduction = _GENERIC[exchange] if isinstance(exchange, str) else exchange
         reduction.check(compressor, parameter)
         return reduction
-    prices = {
-        candidate: _price(candidate, compressor, parameter, world_size)
-        for candidate, reduction in _GENERIC.items()
-        if _is_possible(reduction, compressor, parameter)
-    }
+    possible = [each for each, reduction in _GENERIC.items() if _is_possible(reduction, compressor, parameter)]
+    prices = {each: _price(each, compressor, parameter, world_size) for each in possible}
     if not prices:
         raise ValueError(
             f"{compressor.name}: its payloads can neither be summed nor decoded alone, so no exchange can average them:"
@@ -64,7 +61,7 @@ def reduction_for(
         )
     if isinstance(code_of(compressor), Sparsifier):
         prices.pop(TwoShot.name, None)
-    return _GENERIC[min(prices, key=lambda candidate: prices[candidate])]
+    return _GENERIC[min(prices, key=lambda each: prices[each])]
 
 
 def scattered(method: Exchanged, parameter: Parameter, world_size: int) -> Reduction:

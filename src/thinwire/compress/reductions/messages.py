@@ -50,6 +50,12 @@ def all_known(numbers: Sequence[int | None]) -> list[int] | None:
     return known if len(known) == len(numbers) else None
 
 
+def total(numbers: Sequence[int | None]) -> int | None:
+    """Return the sum, or None if one of the numbers is None."""
+    known = all_known(numbers)
+    return None if known is None else sum(known)
+
+
 def max_bytes(plans: Sequence[Plan]) -> int:
     """Return the largest legal size of a message; a longer one is not even received."""
     return message_bytes([max_packed_bytes(compressor, parameter) for compressor, parameter in plans])

@@ -38,15 +38,11 @@ class Stack:
 
     def pack(self, payloads: Sequence[Payload]) -> Tensor:
         """Pack the payloads of the parameters of the stack, in its order."""
-        code, parameter = self.plan
-        return packed_code(code).pack(self.joined(payloads), parameter)
-
-    def joined(self, payloads: Sequence[Payload]) -> Payload:
-        """Return one payload for all parameters."""
-        if not self.offsets:
-            return payloads[0]
-        ids = torch.cat([payload.parts[0] + offset for payload, offset in zip(payloads, self.offsets, strict=False)])
-        return Payload((ids, torch.cat([payload.parts[1] for payload in payloads])))
+        (code, parameter), joined = self.plan, payloads[0]
+        if self.offsets:
+            ids = [payload.parts[0] + offset for payload, offset in zip(payloads, self.offsets, strict=False)]
+            joined = Payload((torch.cat(ids), torch.cat([payload.parts[1] for payload in payloads])))
+        return packed_code(code).pack(joined, parameter)
 
     def parts(self, flat: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
         """Return the part of each parameter in a tensor of the stack, as views of it."""
@@ -130,6 +126,6 @@ def _stack(indices: Sequence[int], plans: Sequence[Plan], dtype: torch.dtype) ->
     chosen = [plans[index] for index in indices]
     offsets = tuple(accumulate((parameter.numel for _, parameter in chosen), initial=0))
     codes = [code for compressor, _ in chosen if (code := stack_code(compressor)) is not None]
-    known = messages.all_known([code.fixed_count(entry) for code, (_, entry) in zip(codes, chosen, strict=True)])
+    num_sent = messages.total([code.fixed_count(entry) for code, (_, entry) in zip(codes, chosen, strict=True)])
     together = Parameter(f"{chosen[0][1].name} to {chosen[-1][1].name}", (offsets[-1],), dtype)
-    return Stack(tuple(indices), (codes[0], together), offsets, None if known is None else sum(known))
+    return Stack(tuple(indices), (codes[0], together), offsets, num_sent)

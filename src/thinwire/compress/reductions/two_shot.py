@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -54,8 +54,7 @@ class TwoShot(Reduction):
 
     def sent_bytes(self, plans: Sequence[Plan], rank: int, world_size: int) -> int | None:
         pull = messages.predicted_bytes(_pull_plans(plans, rank, world_size))
-        known = messages.all_known([*_pushed_bytes(plans, rank, world_size), *[pull] * (world_size - 1)])
-        return None if known is None else sum(known)
+        return messages.total([*_pushed_bytes(plans, rank, world_size), *[pull] * (world_size - 1)])
 
 
 @dataclass(frozen=True)
@@ -82,14 +81,12 @@ class ReduceScatter(TwoShot):
         results = []
         for index, (task, mean) in enumerate(zip(tasks, means, strict=True)):
             start, stop = span(task.parameter.numel, peers.rank, peers.world_size)
-            whole = torch.zeros(task.parameter.numel, dtype=mean.dtype)
-            whole[start:stop] = mean
+            whole = torch.nn.functional.pad(mean, (start, task.parameter.numel - stop))
             results.append(shots.result(index, whole))
         return results
 
     def sent_bytes(self, plans: Sequence[Plan], rank: int, world_size: int) -> int | None:
-        known = messages.all_known(_pushed_bytes(plans, rank, world_size))
-        return None if known is None else sum(known)
+        return messages.total(_pushed_bytes(plans, rank, world_size))
 
 
 class _Shots:
@@ -177,8 +174,6 @@ def _bare(compressor: Compressor) -> Compressor:
         return _bare(compressor.inner)
     if not isinstance(compressor, Wrapper):
         return compressor
-    assert is_dataclass(compressor), "compressors are frozen dataclasses"
-    assert not isinstance(compressor, type)
     return replace(compressor, inner=_bare(compressor.inner))
 
 

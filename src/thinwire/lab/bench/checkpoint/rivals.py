@@ -7,7 +7,7 @@ package is needed by anything else here.
 import importlib
 import importlib.util
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +18,10 @@ from torch.utils import _pytree as pytree
 from thinwire.checkpoint.state.snapshot import TrainingState
 from thinwire.lab.bench.checkpoint.dcp import DcpAsync, DcpSync
 from thinwire.lab.bench.checkpoint.methods import (
-    BLOCKING,
-    DCP_ASYNC,
-    DCP_SYNC,
+    IN_PEERS,
     LM_RESILIENCY,
-    METHODS,
     NONE,
     NVRX,
-    RIVALS,
     THINWIRE,
     Blocking,
     CheckpointMethod,
@@ -167,16 +163,15 @@ class CpuState:
         """Do nothing: they are where they were."""
 
 
+_OF_STATE: dict[str, Callable[..., CheckpointMethod]] = {
+    kind.name: kind for kind in (DcpSync, DcpAsync, LmResiliency, Nvrx)
+}
+
+
 def make(method: str, trainer: Trainer, destination: Destination, rank: int) -> CheckpointMethod:
-    """Create the method of that name, on all ranks. Raises ValueError for an unknown name."""
+    """Create the method of that name, on all ranks."""
     if method == NONE:
         return NoCheckpoints()
-    if method == THINWIRE:
-        return InPeers(trainer, destination, rank)
-    if method == BLOCKING:
-        return Blocking(trainer, destination, rank)
-    if method in (DCP_SYNC, DCP_ASYNC):
-        return (DcpSync if method == DCP_SYNC else DcpAsync)(trainer.training, destination, rank)
-    if method in RIVALS:
-        return (LmResiliency if method == LM_RESILIENCY else Nvrx)(trainer.training, destination, rank)
-    raise ValueError(f"unknown method {method!r}; legal are {', '.join((*METHODS, *RIVALS))}")
+    if method in IN_PEERS:
+        return (InPeers if method == THINWIRE else Blocking)(trainer, destination, rank)
+    return _OF_STATE[method](trainer.training, destination, rank)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from thinwire.comm.hosts import HOST_VARIABLE
 from thinwire.comm.lane import Lane
-from thinwire.lab.bench.in_job import gloo_group, is_in_job, on_all_ranks
+from thinwire.lab.bench.in_job import is_in_job, job_group, on_all_ranks
 from thinwire.lab.report import environment
 from thinwire.lab.testbed.launch import values_of_ranks
 from thinwire.lab.testbed.network import Link, emulated
@@ -107,7 +107,7 @@ class HostsBenchmark:
         """
         if is_in_job():
             turns = Turns(self.repeat, self.warm_up, one_clock=self.hosts == 1)
-            with gloo_group():
+            with job_group():
                 return None, on_all_ranks(function, *args, turns, on_message=on_progress)
         with emulated(self.hosts, self.link) as network:
             link_mbit = network.measure() if network else None

@@ -237,7 +237,8 @@ def _judged(
 def _confirmed(diagnosis: Diagnosis, examined: Examined, network: EmulatedNetwork | None) -> Diagnosis:
     """Train the best ways. On a link that could only be predicted nothing is trained."""
     from thinwire.lab.analyze.trials import BUDGET_SECONDS, try_script
-    from thinwire.lab.bench.measured import TrainingTarget, try_on_hosts
+    from thinwire.lab.bench.jobs.named import parse_job
+    from thinwire.lab.bench.measured import try_on_hosts
     from thinwire.lab.doctor.advice import advice_of
     from thinwire.lab.doctor.diagnosis import confirm, finalists
     from thinwire.lab.testbed.network import Link
@@ -254,8 +255,8 @@ def _confirmed(diagnosis: Diagnosis, examined: Examined, network: EmulatedNetwor
             script, arguments = Path(examined.target), examined.command[1:]
             rows = try_script(script, arguments, advised, measurement, network, tell, deadline)
         else:
-            target, link = TrainingTarget(examined.target), speed or Link.parse(JOB_LINK)
-            rows = try_on_hosts(target, advised, measurement, examined.ranks_per_host, link, tell, deadline)
+            job, link = parse_job(examined.target), speed or Link.parse(JOB_LINK)
+            rows = try_on_hosts(job, advised, measurement, examined.ranks_per_host, link, tell, deadline)
     return confirm(diagnosis, rows)
 
 

@@ -113,20 +113,20 @@ def measure_target(
     Raises:
         ValueError: options that do not fit; see `thinwire.lab.bench.measured`.
     """
-    check_job(target)
-    from thinwire.lab.bench.measured import TrainingTarget, measure_in_job, measure_on_hosts
+    from thinwire.lab.bench.jobs.named import parse_job
+    from thinwire.lab.bench.measured import measure_in_job, measure_on_hosts
     from thinwire.lab.testbed.network import Link
 
-    aim = TrainingTarget(target)
+    job = parse_job(target)
     announce(target)
     if is_in_job():
         if hosts is not None or link is not None:
             raise ValueError("a rank of a torchrun job has its own hosts and link: leave out --hosts and --link")
         with measuring(quiet) as tell:
-            return measure_in_job(aim, how, tell)
+            return measure_in_job(job, how, tell)
     speed = Link.parse(JOB_LINK if link is None else link)
     with measuring(quiet) as tell:
-        return measure_on_hosts(aim, how, hosts or 8, ranks_per_host, speed, tell)
+        return measure_on_hosts(job, how, hosts or 8, ranks_per_host, speed, tell)
 
 
 def check_search(search: str) -> None:

@@ -19,7 +19,7 @@ from thinwire.compress.base import Parameter
 from thinwire.gradients.tables import tables_of
 from thinwire.lab.planning import cache
 from thinwire.lab.planning.cache import Setting, Speeds
-from thinwire.lab.planning.calibrate import calibrate
+from thinwire.lab.planning.calibrate import OnStage, calibrate
 from thinwire.lab.planning.codecs import exchanges_of, measure_codec, measure_codes
 from thinwire.lab.planning.link import Probe, measure_link, wait_for_all
 from thinwire.lab.planning.measurement import Measurement
@@ -31,9 +31,6 @@ from thinwire.observe.step import differences
 
 STEPS = 9
 """Number of training steps that are measured, after those that warm up."""
-
-OnStage = Callable[[str], None]
-"""A callback that receives the name of what is measured next."""
 
 
 @dataclass(frozen=True)

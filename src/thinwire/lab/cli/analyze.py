@@ -39,7 +39,6 @@ def analyze(
         None,
         metavar="FILE.npz",
         help="Save the ids of the largest sparse table, for thinwire bench sync --trace.",
-        show_default=False,
     ),
     quiet: bool = option("--quiet", False),
 ) -> None:

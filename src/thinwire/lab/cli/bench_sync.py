@@ -36,9 +36,7 @@ def sync(
         help=f"A published workload: {WORKLOADS}; or dense:JOB[:autocast][:accumulate=N], the dense gradients of a job"
         " of bench train, recorded on the spot.",
     ),
-    trace: Path = typer.Option(
-        None, metavar="FILE", help="Use a recorded trace instead of a workload.", show_default=False
-    ),
+    trace: Path = typer.Option(None, metavar="FILE", help="Use a recorded trace instead of a workload."),
     hosts: int = option("--hosts", None, "; 8 by default"),
     ranks_per_host: int = option("--ranks-per-host", None, "; 1 by default"),
     link: str = option("--link", None, "; none for loopback; 100mbit by default"),
@@ -61,7 +59,6 @@ def sync(
         None,
         metavar="SIZES",
         help="Sweep the size of the dense gradient, such as 1mb,16mb,256mb: seconds, algbw and busbw at each.",
-        show_default=False,
     ),
     compare: Path = option("--compare"),
     json_path: Path = option("--json"),

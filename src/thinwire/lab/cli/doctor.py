@@ -73,7 +73,6 @@ def doctor(
         None,
         metavar="PERCENT",
         help="Train shortly with each compressor on simulated ranks; refuse what ends further above dense.",
-        show_default=False,
     ),
     loss_steps: int = typer.Option(300, metavar="N", help="Steps of these trainings, if the script makes as many."),
     no_confirm: bool = typer.Option(False, "--no-confirm", help="Predict only: do not train the best ways."),

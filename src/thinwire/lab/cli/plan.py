@@ -58,7 +58,7 @@ def make(
     steps: int = option("--steps", 9, " to time", min=1),
     fresh: bool = option("--fresh", False),
     measured: Path = option("--from"),
-    measurement: Path = typer.Option(None, metavar="FILE", help="Write what was measured here.", show_default=False),
+    measurement: Path = typer.Option(None, metavar="FILE", help="Write what was measured here."),
     output: Path = option("--output"),
     json_path: Path = option("--json"),
     quiet: bool = option("--quiet", False),

@@ -56,6 +56,11 @@ def option(name: str, default: Any = None, more: str = "", **limits: Any) -> Any
     return typer.Option(default, *names, metavar=metavar, help=f"{text}{more}.", show_default=shown, **limits)
 
 
+def listed(text: str) -> tuple[str, ...]:
+    """Return the entries of a comma-separated list."""
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
 def announce(target: str) -> None:
     """Say on standard error, also with ``--quiet``, what a user's script or job may do, before it runs."""
     if is_first_rank() and not target.isalnum():  # the names of our jobs are words

@@ -45,12 +45,9 @@ def demo(
     Example: thinwire demo --links 100mbit,1gbit,10gbit
     """
     console = open_console({"--report": report, "--json": json_path, "--picture": picture})
-    from thinwire.lab.testbed.launch import RanksFailed
-    from thinwire.lab.testbed.network import NetAdminError
-
-    with clear_errors(ValueError, NetAdminError):
+    with clear_errors(ValueError):
         chosen = _links(console, link, links)
-    with clear_errors(NetAdminError, RanksFailed):
+    with clear_errors():
         comparisons = _compare(hosts, steps, chosen, seed, quiet)
     _print(console, comparisons)
     from thinwire.lab.demo.report import build_report, environment, write_picture

@@ -20,9 +20,10 @@ from thinwire.lab.cli.commands import MODULE, ScriptCommand, announce, option
 from thinwire.lab.cli.output import FAILURE, clear_errors, open_console, progress, refuse_with, say, write_json
 from thinwire.lab.cli.plan import (
     COMPRESSORS,
+    DENSE,
     JOB_LINK,
     MEASURED,
-    check_dense,
+    check_value,
     measure_target,
     measuring,
     names_of,
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from thinwire.lab.doctor.equal_loss import Judgement
     from thinwire.lab.planning.measurement import Measurement
     from thinwire.lab.planning.training import How
-    from thinwire.lab.testbed.network import EmulatedNetwork
+    from thinwire.lab.testbed.network import EmulatedNetwork, Link
 
 EXAMPLES = """Examples:
 
@@ -90,11 +91,9 @@ def doctor(
     ended when its steps are timed. All that stands behind it is its own: put options of this command before it.
     """
     from thinwire.lab.analyze.failure import ScriptFailed
-    from thinwire.lab.testbed.launch import RanksFailed
-    from thinwire.lab.testbed.network import NetAdminError
 
     console = open_console({"--output": output, "--picture": picture, "--report": report, "--json": json_path})
-    with clear_errors(ValueError, ImportError, ScriptFailed, RanksFailed, NetAdminError):
+    with clear_errors(ValueError, ImportError, ScriptFailed):
         if measured is None and not command:
             raise ValueError("give a script, a job or module:function; or a measurement with --from FILE")
         if measured is not None and command:
@@ -111,12 +110,12 @@ def doctor(
             from thinwire.lab.planning.planner import defaults
 
             compressors = defaults("SGD")  # all of them: training shows which suit it
-        check_dense(dense)
+        check_value("--dense", dense, DENSE)
         with examined.network(console) as network:
             if measured is not None:
                 from thinwire.lab.planning.measurement import Measurement
 
-                title, measurement = str(measured), _at(Measurement.load(measured), link)
+                title, measurement = str(measured), _at(Measurement.load(measured), examined.speed())
             else:
                 from thinwire.lab.planning.training import How
 
@@ -177,17 +176,18 @@ class Examined:
     def is_script(self) -> bool:
         return self.target.endswith(".py") or self.target.startswith(MODULE)
 
+    def speed(self, default: str = "none") -> Link:
+        """Return the link that was named, or else the default."""
+        from thinwire.lab.testbed.network import Link
+
+        return Link.parse(default if self.link is None else self.link)
+
     @contextmanager
     def network(self, console: Console) -> Iterator[EmulatedNetwork | None]:
         """Open emulated hosts for a script with a link; None means loopback, or that the target opens its own."""
-        from thinwire.lab.testbed.network import (
-            EmulatedNetwork,
-            Link,
-            NetAdminError,
-            restart_as_root_of_a_user_namespace,
-        )
+        from thinwire.lab.testbed.network import EmulatedNetwork, NetAdminError, restart_as_root_of_a_user_namespace
 
-        speed = Link.parse(self.link) if self.link is not None else Link(None)
+        speed = self.speed()
         if not self.is_script or speed.mbit is None or is_in_job():
             yield None
             return
@@ -214,7 +214,7 @@ def _measure(examined: Examined, network: EmulatedNetwork | None, how: How) -> M
         examined.began = time.monotonic()
         tell(f"training steps and link of {target} on {ranks or 'all'} ranks")
         measured = measure_script(Path(target), arguments, ranks, how, network, tell)
-    return measured if network is not None else _at(measured, examined.link)
+    return measured if network is not None else _at(measured, examined.speed())
 
 
 def _judged(
@@ -240,11 +240,9 @@ def _confirmed(diagnosis: Diagnosis, examined: Examined, network: EmulatedNetwor
     from thinwire.lab.bench.measured import try_on_hosts
     from thinwire.lab.doctor.advice import advice_of
     from thinwire.lab.doctor.diagnosis import confirm, finalists
-    from thinwire.lab.testbed.network import Link
 
     measurement = diagnosis.measurement
-    speed = Link.parse(examined.link) if examined.link is not None else None
-    if examined.is_script and network is None and speed is not None and speed.mbit is not None:
+    if examined.is_script and network is None and examined.speed().mbit is not None:
         return diagnosis
     advised = [(each, advice_of(each, measurement, diagnosis.options)) for each in finalists(diagnosis)]
     with measuring(examined.quiet) as tell:
@@ -254,17 +252,14 @@ def _confirmed(diagnosis: Diagnosis, examined: Examined, network: EmulatedNetwor
             script, arguments = Path(examined.target), examined.command[1:]
             rows = try_script(script, arguments, advised, measurement, network, tell, deadline)
         else:
-            job, link = parse_job(examined.target), speed or Link.parse(JOB_LINK)
+            job, link = parse_job(examined.target), examined.speed(JOB_LINK)
             rows = try_on_hosts(job, advised, measurement, examined.ranks_per_host, link, tell, deadline)
     return confirm(diagnosis, rows)
 
 
-def _at(measured: Measurement, link: str | None) -> Measurement:
+def _at(measured: Measurement, link: Link) -> Measurement:
     """The measurement on the link that the user named."""
-    from thinwire.lab.testbed.network import Link
-
-    mbit = None if link is None else Link.parse(link).mbit
-    return measured if mbit is None else measured.at(mbit)
+    return measured if link.mbit is None else measured.at(link.mbit)
 
 
 def _diagnose(title: str, measurement: Measurement, quiet: bool, **settings: Any) -> Diagnosis:

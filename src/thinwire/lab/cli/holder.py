@@ -61,7 +61,6 @@ def holder(
     Without --detach it serves until SIGTERM or Ctrl-C, and ends with status 0.
     """
     from thinwire.checkpoint.holder.start import HolderOptions, config_of
-    from thinwire.errors import ThinwireError
 
     options = HolderOptions(
         bind=bind,
@@ -77,7 +76,7 @@ def holder(
         metrics=metrics,
     )
     console = open_console({"--json": json_path})
-    with clear_errors(ValueError, ThinwireError):
+    with clear_errors(ValueError):
         asked = {"--status": status, "--stop": stop, "--reload": reload, "--forget": forget is not None}
         if sum(asked.values()) > 1:
             raise ValueError(f"give one of {', '.join(name for name, is_asked in asked.items() if is_asked)}")

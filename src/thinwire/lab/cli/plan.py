@@ -12,7 +12,7 @@ from rich.console import Console
 
 from thinwire.lab.bench.in_job import is_first_rank, is_in_job
 from thinwire.lab.cli.bench import check_job
-from thinwire.lab.cli.commands import Command, CommandGroup, announce, option
+from thinwire.lab.cli.commands import Command, CommandGroup, announce, listed, option
 from thinwire.lab.cli.output import clear_errors, open_console, progress, refuse_with, say, show_table, write_json
 
 if TYPE_CHECKING:
@@ -28,6 +28,8 @@ MEASURED = "--from FILE was measured already"
 """Reason for which options of a measurement are refused."""
 JOB_LINK = "100mbit"
 """Link of emulated hosts if none is named."""
+DENSE = ("auto", "native", "lossless")
+"""Values of --dense."""
 _EXAMPLES = """Examples:
 
 thinwire plan --measure --hosts 8 --link 100mbit --job lstm --output plan.json
@@ -69,17 +71,16 @@ def make(
     if measure == (measured is not None):
         raise typer.BadParameter("give --measure or --from FILE; or: thinwire plan show FILE")
     console = open_console({"--output": output, "--json": json_path, "--measurement": measurement})
-    from thinwire.lab.testbed.launch import RanksFailed
-    from thinwire.lab.testbed.network import NetAdminError
-
-    with clear_errors(ValueError, ImportError, NetAdminError, RanksFailed):
+    with clear_errors(ValueError, ImportError):
         if measured is not None:
             refuse_with(context, MEASURED, "--job", "--hosts", "--ranks-per-host", "--link", "--steps", "--fresh")
         if measured is None:
             check_job(job)
         compressors = names_of(compress)
-        check_search(search)
-        check_dense(dense)
+        from thinwire.lab.planning.planner import SEARCHES
+
+        check_value("--search", search, SEARCHES)
+        check_value("--dense", dense, DENSE)
         if measured is not None:
             from thinwire.lab.planning.measurement import Measurement
 
@@ -129,18 +130,10 @@ def measure_target(
         return measure_on_hosts(job, how, hosts or 8, ranks_per_host, speed, tell)
 
 
-def check_search(search: str) -> None:
-    """Check before any measurement that there is such a search."""
-    from thinwire.lab.planning.planner import SEARCHES
-
-    if search not in SEARCHES:
-        raise typer.BadParameter(f"{search!r} is none of {', '.join(SEARCHES)}", param_hint="--search")
-
-
-def check_dense(dense: str) -> None:
-    """Check before any measurement that dense gradients can be summed so."""
-    if dense not in (legal := ("auto", "native", "lossless")):
-        raise typer.BadParameter(f"{dense!r} is none of {', '.join(legal)}", param_hint="--dense")
+def check_value(name: str, value: str, legal: Sequence[str]) -> None:
+    """Check before any measurement that an option has one of its legal values."""
+    if value not in legal:
+        raise typer.BadParameter(f"{value!r} is none of {', '.join(legal)}", param_hint=name)
 
 
 def names_of(text: str) -> tuple[str, ...] | None:
@@ -151,7 +144,7 @@ def names_of(text: str) -> tuple[str, ...] | None:
     """
     from thinwire.lab.planning.training import check
 
-    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    names = listed(text)
     if names in (("none",), (COMPRESSORS,)):
         return () if names == ("none",) else None
     check(names)

@@ -25,6 +25,7 @@ from functools import partial
 from multiprocessing import resource_tracker
 from typing import Any
 
+from thinwire.errors import ThinwireError
 from thinwire.lab.testbed.network import EmulatedNetwork, in_namespace
 from thinwire.lab.testbed.rank import RankContext, RankSetup, rank_main
 from thinwire.lab.testbed.supervise import Outcome, RankProcess, describe, supervise
@@ -35,7 +36,7 @@ _PORTS = range(20_000, 32_768)
 __all__ = ["Outcome", "RankContext", "RanksFailed", "run_ranks"]
 
 
-class RanksFailed(RuntimeError):
+class RanksFailed(ThinwireError):
     """Raised when ranks failed. The text has the root cause first; `outcomes` has all ranks in order."""
 
     def __init__(self, message: str, outcomes: list[Outcome]) -> None:

@@ -94,13 +94,14 @@ class CommandGroup(_NarrowHelp, TyperGroup):
 
 
 class LazyGroup(CommandGroup):
-    """A group that knows the names, one-line descriptions and modules of its commands.
+    """A group that knows the names and one-line descriptions of its commands.
 
-    Subclasses list for each command its module, in which a `typer.Typer` called ``app`` is the command, and its
-    description.
+    Subclasses list the description of each command. What the name of its module begins with is ``prefix``; in it a
+    `typer.Typer` called ``app`` is the command.
     """
 
-    lazy: ClassVar[dict[str, tuple[str, str]]] = {}
+    prefix: ClassVar[str] = ""
+    lazy: ClassVar[dict[str, str]] = {}
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(self.lazy)
@@ -109,11 +110,11 @@ class LazyGroup(CommandGroup):
         """Return the entry that `--help` lists; `resolve_command` returns the command to call."""
         if cmd_name not in self.lazy:
             return None
-        return TyperCommand(cmd_name, help=self.lazy[cmd_name][1])
+        return TyperCommand(cmd_name, help=self.lazy[cmd_name])
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, command, rest = super().resolve_command(ctx, args)
-        return name, command if name is None else load(self.lazy[name][0], name), rest
+        return name, command if name is None else load(self.prefix + name, name), rest
 
 
 def load(module: str, name: str) -> Any:

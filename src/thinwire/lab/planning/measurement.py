@@ -28,6 +28,11 @@ DOUBTFUL = 0.3
 BELIEVED = 0.15
 """Largest share of the timeline by which a training may be faster: more is a measurement that went wrong."""
 
+_PLAIN = (
+    "version", "world_size", "hosts", "device", "created", "environment", "forward_seconds", "rest_seconds", "passes",
+    "synchronizations", "optimizer",
+)  # fmt: skip
+"""Fields that are in the file as they are."""
 _HOW = "measure with `thinwire plan --measure --measurement measured.json`"
 
 
@@ -354,17 +359,7 @@ class Measurement:
     def to_json(self) -> dict[str, Any]:
         """Return the fields, which docs/guides/plans.md describes."""
         return {
-            "version": self.version,
-            "world_size": self.world_size,
-            "hosts": self.hosts,
-            "device": self.device,
-            "created": self.created,
-            "environment": dict(self.environment),
-            "forward_seconds": self.forward_seconds,
-            "rest_seconds": self.rest_seconds,
-            "passes": self.passes,
-            "synchronizations": self.synchronizations,
-            "optimizer": self.optimizer,
+            **{name: getattr(self, name) for name in _PLAIN},
             "parameters": [
                 {
                     "name": entry.name,

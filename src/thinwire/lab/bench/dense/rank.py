@@ -15,7 +15,7 @@ from thinwire.comm.process_group import ring_all_reduce_bytes
 from thinwire.lab.bench.dense.ideal import push_and_pull
 from thinwire.lab.bench.dense.workload import DenseWorkload
 from thinwire.lab.bench.jobs.job import Data
-from thinwire.lab.bench.train.account import interface_bytes_sent
+from thinwire.lab.bench.train.account import counter_of
 from thinwire.lab.bench.train.stock import rank_order_sum
 from thinwire.lab.bench.turns import TimedRun, Turns, timed
 from thinwire.lab.digests import digest_of
@@ -79,12 +79,10 @@ def measure(
 
 def _once(lane: Lane, method: str, buckets: Sequence[Tensor], turns: Turns) -> TimedRun:
     """Run once; the result has the means, what the code took, and the bytes that the interface sent."""
-    means, coded, interface = [bucket.clone() for bucket in buckets], SumReport(), turns.interface
-    before = None if interface is None else interface_bytes_sent(interface)
+    means, coded, sent_on_link = [bucket.clone() for bucket in buckets], SumReport(), counter_of(turns.interface)
     run = timed(partial(_run, lane, method, means, coded), lane, turns.one_clock)
     dist.barrier()  # what this host still has to send belongs to this run
-    link = None if before is None or interface is None else interface_bytes_sent(interface) - before
-    return replace(run, result=(means, coded, link))
+    return replace(run, result=(means, coded, sent_on_link()))
 
 
 def _run(lane: Lane, method: str, means: Sequence[Tensor], coded: SumReport) -> None:

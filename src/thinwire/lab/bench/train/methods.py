@@ -270,15 +270,7 @@ class ThinwireMethod(RunningMethod):
         self._synchronizer = thinwire.attach(model, rows, dense)
 
     def account(self) -> Account:
-        stats = self._synchronizer.stats()
-        encode, decode = (
-            stats.get(f"compress/{what}_seconds", 0.0) + stats.get(f"lossless/{what}_seconds", 0.0)
-            for what in ("encode", "decode")
-        )
-        wire = stats.get("compress/wire_seconds", stats["comm/seconds"] - encode - decode)
-        groups, missing = stats.get("plan/groups"), stats.get("compress/tensor_missing_rate")
-        bits = stats.get("lossless/bits_per_value")
-        return Account(encode, wire, decode, stats["comm/bytes_sent"], groups, missing, lossless_bits_per_value=bits)
+        return Account.of_stats(self._synchronizer.stats())
 
     def no_sync(self) -> AbstractContextManager[None]:
         return self._synchronizer.no_sync()

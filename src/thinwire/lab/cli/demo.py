@@ -10,12 +10,11 @@ from rich.console import Console
 
 from thinwire.lab.cli import output
 from thinwire.lab.cli.commands import Command, option
-from thinwire.lab.cli.output import OnProgress, clear_errors, open_console, say, show_table, write_json
+from thinwire.lab.cli.output import clear_errors, open_console, say, show_table, write_json
 from thinwire.lab.missing import missing_package
 
 if TYPE_CHECKING:
     from thinwire.lab.demo.compare import Comparison
-    from thinwire.lab.demo.corpus import Corpus
     from thinwire.lab.testbed.network import Link
 
 _DEFAULT_LINK = "1gbit"
@@ -129,12 +128,13 @@ def _why_not_emulated() -> str:
 def _compare(
     hosts: int, steps: int | None, links: "Sequence[Link | None]", seed: int, quiet: bool
 ) -> "list[Comparison]":
+    from thinwire.lab.demo import corpus
     from thinwire.lab.demo.compare import compare
     from thinwire.lab.demo.train import TrainConfig
 
     comparisons = []
     with output.progress("Reading the source of Python's standard library", quiet=quiet) as on_progress:
-        text = _corpus(on_progress)
+        text = corpus.load(progress=lambda done, files: on_progress(done=done, total=files))
         for link in links:
             where = "loopback" if link is None or link.mbit is None else f"links of {link.mbit:,.0f} Mbit/s"
 
@@ -143,12 +143,6 @@ def _compare(
 
             comparisons.append(compare(text, TrainConfig(steps=steps, seed=seed), hosts, link, on_step, on_progress))
     return comparisons
-
-
-def _corpus(on_progress: OnProgress) -> "Corpus":
-    from thinwire.lab.demo import corpus
-
-    return corpus.load(progress=lambda done, files: on_progress(done=done, total=files))
 
 
 def _print(console: Console, comparisons: "Sequence[Comparison]") -> None:

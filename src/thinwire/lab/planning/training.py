@@ -25,7 +25,7 @@ from thinwire.lab.planning.link import Probe, measure_link, wait_for_all
 from thinwire.lab.planning.measurement import Measurement
 from thinwire.lab.planning.planner import defaults
 from thinwire.lab.planning.ready import WARM_STEPS, Ready, StepWatch, TouchedRows, Training, agree, agree_on_rows
-from thinwire.lab.planning.speeds import COPIES, DenseCode
+from thinwire.lab.planning.speeds import COPIES
 from thinwire.lab.planning.tables import EmbeddingTable
 from thinwire.observe.step import differences
 
@@ -110,10 +110,11 @@ def finish(
     ready, measured_tables = _apart(everything, dict(zip(num_rows, touched, strict=True)), watch.sparse)
     counts = lane.submit(lambda lane: gather_numbers(lane.exchange, "backwards", list(watch.counts))).wait()
     passes, synchronizations = (round(max(column)) for column in zip(*counts, strict=True))
+    lane.submit(lambda lane: kernels.warm_up()).wait()
     speeds = _speeds(lane, how, device, on_stage)
     assert speeds.link is not None
     on_stage("the code of gradients")
-    codes = _codes(lane, watch)
+    codes = lane.submit(lambda lane: measure_codes(lane, watch.sample)).wait()
     versions = {"thinwire": __version__, "torch": torch.__version__, "python": platform.python_version()}
     return Measurement(
         world_size=lane.world_size,
@@ -133,11 +134,6 @@ def finish(
         environment={**versions, "link": how.link},
         created=datetime.now(UTC).isoformat(timespec="seconds"),
     )
-
-
-def _codes(lane: Lane, watch: StepWatch) -> tuple[DenseCode, ...]:
-    lane.submit(lambda lane: kernels.warm_up()).wait()
-    return lane.submit(lambda lane: measure_codes(lane, watch.sample)).wait()
 
 
 def _apart(
@@ -201,14 +197,11 @@ def _speeds(lane: Lane, how: How, device: torch.device, on_stage: OnStage) -> Sp
     if known.link is None:
         on_stage("the link")
     link = known.link or lane.submit(lambda lane: measure_link(lane, _native(device))).wait()
-    codecs, warm = [], False
+    codecs = []
     coded = [(text, exchange) for text in how.compressors or () for exchange in exchanges_of(text)]
     for text, exchange in [(COPIES, "all_reduce"), *coded]:
         codec = known.codec(text, exchange)
         if codec is None:
-            if not warm:
-                lane.submit(lambda lane: kernels.warm_up()).wait()
-                warm = True
             on_stage(f"{text} by {exchange}" if text else "copies")
             codec = lane.submit(
                 lambda lane, text=text, exchange=exchange: measure_codec(lane, text, exchange, device)

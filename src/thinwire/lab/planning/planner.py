@@ -38,19 +38,8 @@ PLAN_WORTH = 1.05
 """Least ratio of step times at which a plan replaces one line without a plan."""
 
 LEAST_LOSSY = (
-    "fp16",
-    "bf16",
-    "qsgd",
-    "int8",
-    "natural",
-    "fp8",
-    "mxfp8",
-    "power_sgd",
-    "ef_sign_sgd",
-    "mxfp4",
-    "terngrad",
-    "top_k",
-)
+    "fp16", "bf16", "qsgd", "int8", "natural", "fp8", "mxfp8", "power_sgd", "ef_sign_sgd", "mxfp4", "terngrad", "top_k",
+)  # fmt: skip
 """Compressors by what they lose, least first, as far as they were compared; all others come last. For figures see
 `thinwire.lab.doctor.losses`."""
 

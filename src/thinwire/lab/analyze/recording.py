@@ -21,11 +21,7 @@ class Table:
 
     @property
     def size_bytes(self) -> int:
-        return self.num_rows * self.row_bytes
-
-    @property
-    def row_bytes(self) -> int:
-        return self.width * self.torch_dtype.itemsize
+        return self.num_rows * self.width * self.torch_dtype.itemsize
 
     @property
     def torch_dtype(self) -> torch.dtype:

@@ -370,8 +370,8 @@ class Measurement:
                 for entry, seconds in zip(self.parameters, self.backward_seconds, strict=True)
             ],
             "tables": [table.to_json() for table in self.tables],
-            "link": self.link.to_json(),
-            "codecs": [codec.to_json() for codec in self.codecs],
+            "link": asdict(self.link),
+            "codecs": [asdict(codec) for codec in self.codecs],
             "extras": [asdict(extra) for extra in self.extras],
             "dense_codes": [code.to_json() for code in self.dense_codes],
             "ddp": None if self.ddp is None else asdict(self.ddp),

@@ -338,11 +338,8 @@ Job = tuple[float, float]
 def _stock_jobs(measurement: Measurement) -> tuple[list[Job], float]:
     """Return the collectives of stock DDP, and the seconds of their bytes alone."""
     everything = measurement.whole()
-    costs = everything.costs()
-    jobs = [
-        (max(everything.ready_seconds[index] for index in group), costs.seconds(group) - costs.opening_seconds)
-        for group in usual_groups(everything)
-    ]  # DDP sends no headers
+    costs, groups = everything.costs(), usual_groups(everything)
+    jobs = jobs_of(everything, groups, [costs.seconds(group) - costs.opening_seconds for group in groups])  # no headers
     wire_seconds = math.fsum(costs.wire_seconds)
     for table in measurement.tables:
         if table.is_sparse:
@@ -447,20 +444,16 @@ def _fused(measurement: Measurement, leaf: _Leaf, policies: Sequence[Policy]) ->
 def _mixed(measurement: Measurement, leaves: Sequence[_Leaf], search: str) -> list[Option]:
     """Compress gradients only where that pays, or return nothing if that is none or all; the first option is exact."""
     costs = [leaf.costs for leaf in leaves]
-    groups, choices = _search(measurement, costs, search)
+    if search == "espresso":
+        groups, choices = espresso_jobs(measurement.backward_seconds, measurement.size_bytes, costs)
+    else:
+        groups, taken = fastest_jobs(measurement.backward_seconds, costs)
+        choices = tuple(option for group, option in zip(groups, taken, strict=True) for _ in group)
     coded = tuple(choice if costs[choice].coded[index] else 0 for index, choice in enumerate(choices))
     name = MIXED if len(leaves) > 2 else f"{leaves[1].label} {WHERE_IT_PAYS}"
     option = _option(measurement, name, leaves, groups, coded)
     is_mixed = len(option.codecs) > 1 if len(leaves) > 2 else len(set(option.compressors)) > 1
     return [option] if is_mixed else []
-
-
-def _search(measurement: Measurement, leaves: Sequence[Costs], search: str) -> tuple[Groups, tuple[int, ...]]:
-    """Return groups, and the option of each gradient."""
-    if search == "espresso":
-        return espresso_jobs(measurement.backward_seconds, measurement.size_bytes, leaves)
-    groups, taken = fastest_jobs(measurement.backward_seconds, leaves)
-    return groups, tuple(option for group, option in zip(groups, taken, strict=True) for _ in group)
 
 
 def _option(

@@ -160,7 +160,7 @@ def method_of(text: str, job: Job | OwnJob, steps: int, world_size: int) -> Meth
     )
 
 
-def method_of_plan(plan: Plan, planning: Planning) -> Method:
+def method_of_plan(plan: Plan) -> Method:
     """Return the method that executes a plan: stock DDP, if the plan is to do nothing."""
     if plan.does_nothing:
         return _torch_method(DDP, {})

@@ -179,7 +179,7 @@ class _Trainer:
                 lambda: self.job.training(data, self.context.rank, self.context.world_size, self.run.seed)
             )
         self.planned = plan.choice
-        return method_of_plan(plan, planning)
+        return method_of_plan(plan)
 
     def _wrapped(self, method: Method) -> nn.Module:
         """All ranks have the same parameters, so DDP need not broadcast them."""

@@ -111,12 +111,7 @@ def _run(
 
 @harmless()
 def _try_rank(
-    context: RankContext,
-    job: Job | OwnJob,
-    data: Data | None,
-    advice: Advice,
-    predicted: float,
-    path: tuple[str, ...],
+    context: RankContext, job: Job | OwnJob, data: Data | None, advice: Advice, predicted: float, path: tuple[str, ...]
 ) -> list[float]:
     """Train on one rank; return the seconds of its steps."""
     sys.path[:] = path

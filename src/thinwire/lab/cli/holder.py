@@ -28,8 +28,7 @@ def holder(
     port: int = typer.Option(0, min=0, max=65535, help="TCP port; 0 takes a free one and says which."),
     socket: Path = typer.Option(None, help="Unix socket for the trainers of this host; default $THINWIRE_HOLDER."),
     secret_file: Path = typer.Option(
-        None,
-        help="Secret that all holders and trainers of the job share; default $THINWIRE_SECRET.",
+        None, help="Secret that all holders and trainers of the job share; default $THINWIRE_SECRET."
     ),
     memory_budget: str = typer.Option(
         None, help="Memory for all slots, such as 64GiB; default half of what is available."
@@ -49,9 +48,7 @@ def holder(
     tls_key: Path = typer.Option(None, help="Its private key."),
     tls_ca: Path = typer.Option(None, help="Authority that signs the certificates of all holders."),
     metrics: str = typer.Option(
-        None,
-        metavar="HOST:PORT",
-        help="Serve metrics for Prometheus there by HTTP, or at this path of a Unix socket.",
+        None, metavar="HOST:PORT", help="Serve metrics for Prometheus there by HTTP, or at this path of a Unix socket."
     ),
     forget: str = typer.Option(None, metavar="RUN", help="Free the memory of one run."),
     json_path: Path = option("--json"),

@@ -168,6 +168,12 @@ def seconds_of_runs(times: Iterable[Sequence[tuple[float, float]]]) -> list[floa
     return [max(end for _, end in run) - min(start for start, _ in run) for run in zip(*times, strict=True)]
 
 
+def mean_of_known(values: Iterable[float | None]) -> float | None:
+    """Return the mean of the values that are there, or None if there is none."""
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
+
+
 def quantile(values: Sequence[float], share: float) -> float:
     """Return the quantile of values at a share of them."""
     return float(torch.tensor(values, dtype=torch.float64).quantile(share))

@@ -309,8 +309,7 @@ def stock_option(measurement: Measurement) -> Option:
     """
     jobs, wire_seconds = _stock_jobs(measurement)
     groups = tuple(Group(**_named(measurement, indices)) for indices in usual_groups(measurement))
-    option = Option(STOCK, groups, 0.0, is_plain=True)
-    return _timed(measurement, option, jobs, wire_seconds, [(STOCK, "all_reduce")])
+    return _timed(measurement, Option(STOCK, groups, 0.0, is_plain=True), jobs, wire_seconds)
 
 
 def stock_seconds(measurement: Measurement) -> float:
@@ -349,13 +348,7 @@ def _stock_jobs(measurement: Measurement) -> tuple[list[Job], float]:
     return sorted(jobs), wire_seconds
 
 
-def _timed(
-    measurement: Measurement,
-    option: Option,
-    jobs: Sequence[Job],
-    wire_seconds: float,
-    codecs: Iterable[tuple[str | None, str]],
-) -> Option:
+def _timed(measurement: Measurement, option: Option, jobs: Sequence[Job], wire_seconds: float) -> Option:
     """Return the option with the seconds of its jobs, corrected by the largest extra of its codecs.
 
     All synchronizations of a step are alike. The seconds are never less than backward takes, or of the bytes on the
@@ -363,6 +356,7 @@ def _timed(
     """
     timeline = measurement.synchronizations * in_turn(measurement, jobs)
     wire_seconds *= measurement.synchronizations
+    codecs = ((STOCK, "all_reduce"),) if option.name == STOCK else option.codecs
     extra = max(measurement.extra_seconds(*codec) for codec in codecs)
     seconds = max(timeline + max(extra, -BELIEVED * timeline), measurement.all_backward_seconds, wire_seconds)
     return replace(option, seconds=seconds, timeline_seconds=timeline, wire_seconds=wire_seconds)
@@ -387,16 +381,8 @@ def equivalent_profile(measurement: Measurement, costs: Costs) -> Profile:
 
     The cost of a compressed tensor is not proportional to its bytes, so its "bytes" are seconds here.
     """
-    free = Linear(0.0, 0.0)
-    return Profile(
-        measurement.backward_seconds,
-        costs.tensor_seconds,
-        free,
-        free,
-        Linear(costs.group_seconds, 1.0),
-        measurement.names,
-        measurement.other_seconds,
-    )
+    communicate = Linear(costs.group_seconds, 1.0)
+    return replace(measurement.profile_of(costs), size_bytes=costs.tensor_seconds, communicate=communicate)
 
 
 def plan_of(option: Option, measurement: Measurement, priced: Sequence[Option]) -> Plan:
@@ -471,17 +457,11 @@ def _option(
         for job in jobs
         for number, (leaf, part) in enumerate(_parts(leaves, job, choices))
     )
-    option = Option(name, groups, 0.0, is_plain=is_plain)
     rows = measurement.row_jobs
     wire_seconds = math.fsum(costs.wire_seconds) + math.fsum(job.wire_seconds for job in rows)
     dense = jobs_of(measurement, jobs, [costs.seconds(job) for job in jobs])
-    return _timed(
-        measurement,
-        option,
-        sorted([*dense, *((job.ready_seconds, job.seconds) for job in rows)]),
-        wire_seconds,
-        option.codecs,
-    )
+    timed = sorted([*dense, *((job.ready_seconds, job.seconds) for job in rows)])
+    return _timed(measurement, Option(name, groups, 0.0, is_plain=is_plain), timed, wire_seconds)
 
 
 def _named(measurement: Measurement, indices: Sequence[int]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -141,20 +142,11 @@ def _apart(
 ) -> tuple[Ready, list[EmbeddingTable]]:
     """Split the measured step into the gradients that a plan is about, and the tables."""
     moments = dict(zip(everything.parameters, accumulate(everything.backward_seconds), strict=True))
-    tables = [
-        EmbeddingTable(
-            entry.name,
-            entry.shape[0],
-            entry.numel // entry.shape[0],
-            entry.dtype,
-            entry.name in sparse,
-            touched[entry.name].held,
-            touched[entry.name].union,
-            moments[entry],
-        )
-        for entry in everything.parameters
-        if entry.name in touched
-    ]
+    tables = []
+    for entry in everything.parameters:
+        if (name := entry.name) in touched:
+            shape = entry.shape[0], math.prod(entry.shape[1:]), entry.dtype
+            tables.append(EmbeddingTable(name, *shape, name in sparse, *touched[name], moments[entry]))
     others = tuple(entry for entry in everything.parameters if entry.name not in touched)
     gaps = differences([moments[entry] for entry in others])
     return replace(everything, parameters=others, backward_seconds=gaps), tables

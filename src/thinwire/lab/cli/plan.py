@@ -77,7 +77,7 @@ def make(
         if measured is None:
             check_job(job)
         compressors = names_of(compress)
-        from thinwire.lab.planning.planner import SEARCHES
+        from thinwire.lab.planning.planner import SEARCHES, best_plan
 
         check_value("--search", search, SEARCHES)
         check_value("--dense", dense, DENSE)
@@ -91,7 +91,8 @@ def make(
             how = How(compressors, steps, fresh=fresh)
             result = measure_target(job, hosts, ranks_per_host, link, how, quiet)
         if is_first_rank():
-            _finish(result, compressors, search, dense, console, measurement, output, json_path)
+            best = best_plan(result, compressors, search=search, dense=dense)
+            _finish(result, best, console, measurement, output, json_path)
 
 
 @app.command(cls=Command, epilog="Example: thinwire plan show plan.json")
@@ -162,14 +163,7 @@ def measuring(quiet: bool) -> Iterator[Callable[[str], None]]:
 
 
 def _finish(
-    measured: Measurement,
-    compressors: tuple[str, ...] | None,
-    search: str,
-    dense: str,
-    console: Console,
-    measurement: Path | None,
-    output: Path | None,
-    json_path: Path | None,
+    measured: Measurement, best: Plan, console: Console, file: Path | None, output: Path | None, json_path: Path | None
 ) -> None:
     from dataclasses import asdict, replace
 
@@ -177,9 +171,8 @@ def _finish(
     from thinwire.lab.doctor.losses import describe_loss, loss_json
     from thinwire.lab.doctor.lossless import lossless_option
     from thinwire.lab.planning.outer import outer_option
-    from thinwire.lab.planning.planner import best_plan
 
-    best = replace(best_plan(measured, compressors, search=search, dense=dense), created=measured.created)
+    best = replace(best, created=measured.created)
     lossless = lossless_option(measured)
     rows = cost_table(measured.world_size, sum(measured.size_bytes), measured.link.message)
     print_measurement(measured, console)
@@ -194,9 +187,9 @@ def _finish(
     outer = outer_option(measured, best.step_seconds, computing)
     if outer is not None:
         say(console, "\n".join([*outer.describe(), ""]))
-    if measurement is not None:
-        measured.save(measurement)
-        console.print(f"Measured: [bold]{measurement}[/]", highlight=False)
+    if file is not None:
+        measured.save(file)
+        console.print(f"Measured: [bold]{file}[/]", highlight=False)
     if output is not None:
         save_plan(best, output, console)
     figures = {"plan": best.to_json(), "measurement": measured.to_json(), "costs": [asdict(row) for row in rows]}

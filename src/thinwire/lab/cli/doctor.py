@@ -15,20 +15,10 @@ from rich.console import Console
 
 from thinwire.lab.bench.in_job import is_first_rank, is_in_job
 from thinwire.lab.cli import output as shown
+from thinwire.lab.cli import plan
 from thinwire.lab.cli.bench import check_job
 from thinwire.lab.cli.commands import MODULE, ScriptCommand, announce, option
 from thinwire.lab.cli.output import FAILURE, clear_errors, open_console, progress, refuse_with, say, write_json
-from thinwire.lab.cli.plan import (
-    COMPRESSORS,
-    DENSE,
-    JOB_LINK,
-    MEASURED,
-    check_value,
-    measure_target,
-    measuring,
-    names_of,
-    print_doubts,
-)
 
 if TYPE_CHECKING:
     from thinwire.lab.doctor.diagnosis import Diagnosis
@@ -67,7 +57,7 @@ def doctor(
     hosts: int = option("--hosts", None, " of a job; 8 by default", min=1),
     ranks_per_host: int = option("--ranks-per-host", 1, "; for a job", min=1),
     link: str = option("--link", None, "; by default loopback for a script, and 100mbit for a job"),
-    compress: str = option("--compress", COMPRESSORS),
+    compress: str = option("--compress", plan.COMPRESSORS),
     dense: str = option("--dense", "auto", "; lossless sums are tried where they may pay, or if asked for"),
     steps: int = option("--steps", 9, " to time; then a script is ended", min=1),
     loss: str = typer.Option(
@@ -100,17 +90,17 @@ def doctor(
             raise ValueError(f"give {command[0]}, to be measured, or --from FILE, not both")
         examined = Examined(command or [], ranks, hosts, ranks_per_host, link, quiet)
         if measured is not None:
-            refuse_with(context, MEASURED, "--ranks", "--hosts", "--ranks-per-host", "--steps", "--fresh")
+            refuse_with(context, plan.MEASURED, "--ranks", "--hosts", "--ranks-per-host", "--steps", "--fresh")
         elif examined.is_script:
             refuse_with(context, "all ranks of a script are on this machine", "--ranks-per-host")
         else:
             refuse_with(context, "a job has --hosts and --ranks-per-host", "--ranks")
-        compressors, limit = names_of(compress), None if loss is None else examined.limit(loss)
+        compressors, limit = plan.names_of(compress), None if loss is None else examined.limit(loss)
         if limit is not None and compressors is None:
             from thinwire.lab.planning.planner import defaults
 
             compressors = defaults("SGD")  # all of them: training shows which suit it
-        check_value("--dense", dense, DENSE)
+        plan.check_value("--dense", dense, plan.DENSE)
         with examined.network(console) as network:
             if measured is not None:
                 from thinwire.lab.planning.measurement import Measurement
@@ -205,12 +195,12 @@ class Examined:
 def _measure(examined: Examined, network: EmulatedNetwork | None, how: How) -> Measurement:
     target, arguments = examined.target, examined.command[1:]
     if not examined.is_script:
-        return measure_target(target, examined.hosts, examined.ranks_per_host, examined.link, how, examined.quiet)
+        return plan.measure_target(target, examined.hosts, examined.ranks_per_host, examined.link, how, examined.quiet)
     from thinwire.lab.analyze.steps import measure_script
 
     announce(target)
     ranks = None if is_in_job() else examined.ranks
-    with measuring(examined.quiet) as tell:
+    with plan.measuring(examined.quiet) as tell:
         examined.began = time.monotonic()
         tell(f"training steps and link of {target} on {ranks or 'all'} ranks")
         measured = measure_script(Path(target), arguments, ranks, how, network, tell)
@@ -245,14 +235,14 @@ def _confirmed(diagnosis: Diagnosis, examined: Examined, network: EmulatedNetwor
     if examined.is_script and network is None and examined.speed().mbit is not None:
         return diagnosis
     advised = [(each, advice_of(each, measurement, diagnosis.options)) for each in finalists(diagnosis)]
-    with measuring(examined.quiet) as tell:
+    with plan.measuring(examined.quiet) as tell:
         is_first = examined.is_script and diagnosis.judgement is None
         deadline = BUDGET_SECONDS + (examined.began if is_first else time.monotonic())
         if examined.is_script:
             script, arguments = Path(examined.target), examined.command[1:]
             rows = try_script(script, arguments, advised, measurement, network, tell, deadline)
         else:
-            job, link = parse_job(examined.target), examined.speed(JOB_LINK)
+            job, link = parse_job(examined.target), examined.speed(plan.JOB_LINK)
             rows = try_on_hosts(job, advised, measurement, examined.ranks_per_host, link, tell, deadline)
     return confirm(diagnosis, rows)
 
@@ -275,7 +265,7 @@ def _print(diagnosis: Diagnosis, console: Console, output: Path | None) -> None:
 
     text = describe(diagnosis, None if output is None else str(output))
     say(console, text, end="")
-    print_doubts(diagnosis.measurement, console)
+    plan.print_doubts(diagnosis.measurement, console)
     if output is not None and not diagnosis.error:
         diagnosis.plan.save(output)
         console.print(f"Plan: [bold]{output}[/]", highlight=False, soft_wrap=True)

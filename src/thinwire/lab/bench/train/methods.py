@@ -230,22 +230,16 @@ def _refuse(name: str, settings: dict[str, Any]) -> None:
 
 
 def _torch_method(name: str, settings: dict[str, Any]) -> Method:
-    from thinwire.lab.bench.train.stock import (
-        POWER_SGD_RANK,
-        Bf16AllReduce,
-        RankOrderAllReduce,
-        StockDdp,
-        TorchPowerSgd,
-    )
+    from thinwire.lab.bench.train import stock
 
     if name == POWER_SGD_TORCH:
-        rank = settings.pop("rank", POWER_SGD_RANK)
+        rank = settings.pop("rank", stock.POWER_SGD_RANK)
         _refuse(name, settings)
         # Its callbacks wait for all-reduces on the threads that Gloo runs these on: two buckets at once dead-lock.
-        return Method(lambda model, _: TorchPowerSgd(model, rank), one_bucket=True)
+        return Method(lambda model, _: stock.TorchPowerSgd(model, rank), one_bucket=True)
     _refuse(name, settings)
-    stock = {DDP: StockDdp, BF16: Bf16AllReduce, RANK_ORDER: RankOrderAllReduce}[name]
-    return Method(lambda model, _: stock(model))
+    kind = {DDP: stock.StockDdp, BF16: stock.Bf16AllReduce, RANK_ORDER: stock.RankOrderAllReduce}[name]
+    return Method(lambda model, _: kind(model))
 
 
 def _warmed_up(compressor: Any, steps: int) -> Any:

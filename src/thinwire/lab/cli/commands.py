@@ -108,9 +108,7 @@ class LazyGroup(CommandGroup):
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """Return the entry that `--help` lists; `resolve_command` returns the command to call."""
-        if cmd_name not in self.lazy:
-            return None
-        return TyperCommand(cmd_name, help=self.lazy[cmd_name])
+        return TyperCommand(cmd_name, help=self.lazy[cmd_name]) if cmd_name in self.lazy else None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, command, rest = super().resolve_command(ctx, args)

@@ -282,8 +282,6 @@ def _check_device(model: nn.Module, job: OwnJob) -> None:
 
 
 def _difference(after: Account, before: Account) -> dict[str, float | None]:
-    def of(name: str) -> float | None:
-        now, then = getattr(after, name), getattr(before, name)
-        return None if now is None or then is None else now - then
-
-    return {name: of(name) for name in ("encode_seconds", "wire_seconds", "decode_seconds", "sent_bytes")}
+    names = ("encode_seconds", "wire_seconds", "decode_seconds", "sent_bytes")
+    pairs = ((name, getattr(after, name), getattr(before, name)) for name in names)
+    return {name: None if now is None or then is None else now - then for name, now, then in pairs}

@@ -151,10 +151,10 @@ def _print(console: Console, comparisons: "Sequence[Comparison]") -> None:
     first = summary.headline(comparisons)
     console.print(summary.conditions(first), highlight=False)
     show_table(console, summary.COLUMNS, summary.rows(first), texts=summary.COLUMNS[:1])
+    sentences = [summary.result(first), summary.advice(first), summary.exactness(first)]
     if len(comparisons) > 1:
         links = [summary.format_link(one.link_mbit) for one in comparisons]
         show_table(console, ["", *links], summary.link_rows(comparisons), "Step", texts=("",))
-        for sentence in summary.losing_points(comparisons):
-            console.print(sentence, highlight=False)
-    for sentence in (summary.result(first), summary.advice(first), summary.exactness(first)):
+        sentences = [*summary.losing_points(comparisons), *sentences]
+    for sentence in sentences:
         console.print(sentence, highlight=False)

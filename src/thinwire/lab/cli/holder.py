@@ -112,8 +112,7 @@ def _talk(
 
     with _connect(options) as client:
         if forget is not None:
-            text = f"Forgot {client.forget(forget)} shards of run {_printable(forget)}."
-            say(console, text)
+            say(console, f"Forgot {client.forget(forget)} shards of run {_printable(forget)}.")
         if reload:
             console.print(f"Secrets that the holder accepts now: {client.reload()}", highlight=False)
         status = client.holder_status()

@@ -277,8 +277,7 @@ def refuse_with(context: typer.Context, reason: str, *names: str) -> None:
     """Raise ValueError if one of these options is on the command line, where it would be dropped for a ``reason``."""
     for param in context.command.params:
         source = context.get_parameter_source(param.name or "")
-        given = source is not None and source.name == "COMMANDLINE"
-        if given and param.opts[0] in names:
+        if source is not None and source.name == "COMMANDLINE" and param.opts[0] in names:
             raise ValueError(f"{reason}: leave out {param.opts[0]}")
 
 

@@ -399,10 +399,9 @@ class Measurement:
             ]
             fields["backward_seconds"] = [float(row["seconds"]) for row in rows]
             fields["link"] = MeasuredLink.from_json(fields["link"])
-            fields["extras"] = [Extra.from_json(row) for row in fields.get("extras", ())]
-            fields["dense_codes"] = [DenseCode.from_json(row) for row in fields.get("dense_codes", ())]
             fields["codecs"] = [Codec.from_json(codec) for codec in fields["codecs"]]
-            fields["tables"] = [EmbeddingTable.from_json(table) for table in fields.get("tables", ())]
+            for name, kind in (("extras", Extra), ("dense_codes", DenseCode), ("tables", EmbeddingTable)):
+                fields[name] = [kind.from_json(row) for row in fields.get(name, ())]
             fields["ddp"] = None if fields.get("ddp") is None else DdpSite(**fields["ddp"])
             return cls(**fields)
         except (KeyError, TypeError, AttributeError) as error:

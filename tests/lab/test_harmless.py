@@ -26,7 +26,8 @@ from thinwire.lab.analyze.run import run_script
 from thinwire.lab.analyze.steps import measure_script
 from thinwire.lab.analyze.trials import run_on_ranks, try_script
 from thinwire.lab.analyze.worker import run_as_main
-from thinwire.lab.bench.measured import TrainingTarget, measure_on_hosts
+from thinwire.lab.bench.jobs.own import OwnJob
+from thinwire.lab.bench.measured import measure_on_hosts
 from thinwire.lab.doctor.advice import Advice
 from thinwire.lab.harmless import harmless, without_attach
 from thinwire.lab.planning.planner import price_options
@@ -200,7 +201,7 @@ def test_a_real_run_is_the_same_before_and_after_its_script_is_measured(real_run
     (row,) = try_script(script, ["1000000"], [(stock, Advice(stock.name, None))], measured, None)
     assert row.measured_step_seconds, row.failure
     assert everything(real_run) == before, "the doctor tries"
-    assert measure_on_hosts(TrainingTarget("train.py:make"), How((), steps=2), 2, 1, Link(None), print).world_size == 2
+    assert measure_on_hosts(OwnJob("train.py:make"), How((), steps=2), 2, 1, Link(None), print).world_size == 2
     assert everything(real_run) == before, "a job of one's own"
     ends = train(14)
     assert {end.split()[0] for end in ends} == {"12" if set(KINDS[:3]) & set(kinds) else "0"}, "from its newest version"

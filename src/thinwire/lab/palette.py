@@ -20,27 +20,19 @@ NETWORK = "#c03221"
 COMPUTE = "#8a7000"
 """Time in which processors work: forward, backward, optimizer, encoding."""
 
-DARK = {
-    STOCK: "#a3abbb",
-    THINWIRE: "#5cabff",
-    TORCH: "#eba040",
-    LOSSY: "#e585d4",
-    PUBLISHED: "#3fc4ae",
-    NETWORK: "#ff7d68",
-    COMPUTE: "#d3b43c",
+_ON_PAGES = {
+    STOCK: ("--stock", "#a3abbb"),
+    THINWIRE: ("--thinwire", "#5cabff"),
+    TORCH: ("--torch", "#eba040"),
+    LOSSY: ("--lossy", "#e585d4"),
+    PUBLISHED: ("--published", "#3fc4ae"),
+    NETWORK: ("--network", "#ff7d68"),
+    COMPUTE: ("--compute", "#d3b43c"),
 }
-"""The value on a dark page of each colour."""
-
-VARIABLES = {
-    STOCK: "--stock",
-    THINWIRE: "--thinwire",
-    TORCH: "--torch",
-    LOSSY: "--lossy",
-    PUBLISHED: "--published",
-    NETWORK: "--network",
-    COMPUTE: "--compute",
-}
+VARIABLES = {color: variable for color, (variable, _) in _ON_PAGES.items()}
 """The CSS variable of each colour."""
+DARK = {color: dark for color, (_, dark) in _ON_PAGES.items()}
+"""The value on a dark page of each colour."""
 
 DASHES = ("-", (0, (5, 2)), (0, (1.2, 1.5)), (0, (7, 2, 1.5, 2)))
 """Line styles that tell lines of one colour apart."""

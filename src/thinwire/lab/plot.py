@@ -43,30 +43,22 @@ SMALL = 9
 _LINE_POINTS = 1.25 * SMALL
 _LEADER = {"arrowstyle": "-", "linewidth": 0.6, "relpos": (0, 0.5), "shrinkA": 1, "shrinkB": 2}
 _STYLE = {
-    "axes.edgecolor": INK,
-    "axes.labelcolor": INK,
-    "axes.titlecolor": INK,
+    **dict.fromkeys(("axes.edgecolor", "axes.labelcolor", "axes.titlecolor", "text.color"), INK),
+    **dict.fromkeys(("grid.color", "xtick.color", "ytick.color"), INK),
+    **dict.fromkeys(("figure.facecolor", "axes.facecolor"), "none"),
+    **dict.fromkeys(("legend.fontsize", "xtick.labelsize", "ytick.labelsize"), SMALL),
     "axes.spines.right": False,
     "axes.spines.top": False,
     "axes.grid": True,
     "axes.axisbelow": True,
-    "figure.facecolor": "none",
-    "axes.facecolor": "none",
     "font.family": "sans-serif",
     "font.size": 10,
-    "grid.color": INK,
     "grid.alpha": 0.15,
     "grid.linewidth": 0.6,
     "hatch.linewidth": 0.6,
-    "legend.fontsize": SMALL,
     "legend.frameon": False,
     "lines.linewidth": 1.8,
     "svg.fonttype": "none",  # text stays text: selectable, in the page's font
-    "text.color": INK,
-    "xtick.color": INK,
-    "xtick.labelsize": SMALL,
-    "ytick.color": INK,
-    "ytick.labelsize": SMALL,
 }
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from thinwire.lab.bench.in_job import JobSize, gloo_group, is_first_rank, is_in_job, on_all_ranks
+from thinwire.lab.bench.in_job import JobSize, is_first_rank, is_in_job, job_group, on_all_ranks
 from thinwire.lab.testbed.rank import RankContext
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -64,7 +64,7 @@ def test_hosts_with_different_numbers_of_ranks_are_refused(monkeypatch: pytest.M
 
 
 def test_a_group_of_the_job_is_used_and_left_as_it_was(alone: None) -> None:
-    with gloo_group():
+    with job_group():
         assert dist.get_world_size() == 1
     assert dist.is_initialized(), "whoever made it ends it"
 

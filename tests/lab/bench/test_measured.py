@@ -16,8 +16,9 @@ from tests.lab.doctor.diagnosed import with_tables
 from thinwire.lab.analyze import trials
 from thinwire.lab.analyze.failure import ScriptError
 from thinwire.lab.bench import measured as jobs
+from thinwire.lab.bench.jobs.named import parse_job
 from thinwire.lab.bench.jobs.own import JobError
-from thinwire.lab.bench.measured import TrainingTarget, measure_in_job, measure_on_hosts, measure_rank
+from thinwire.lab.bench.measured import measure_in_job, measure_on_hosts, measure_rank
 from thinwire.lab.doctor.advice import Advice
 from thinwire.lab.doctor.diagnosis import NOT_TRIED, confirm, finalists
 from thinwire.lab.planning.planner import ROWS, step_seconds
@@ -51,9 +52,9 @@ def own_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 
 @pytest.mark.parametrize("text", ["digits", "job.py:make"])
 def test_a_target_is_a_job_by_name_or_a_function_and_is_alike_by_its_text(text: str) -> None:
-    target = TrainingTarget(text)
-    assert target == TrainingTarget(text)
-    assert target.job.name.startswith(text)
+    target = parse_job(text)
+    assert target == parse_job(text)
+    assert target.name == text
 
 
 @pytest.mark.parametrize(
@@ -62,7 +63,7 @@ def test_a_target_is_a_job_by_name_or_a_function_and_is_alike_by_its_text(text: 
 )
 def test_what_is_no_target_is_refused_before_anything_is_imported(text: str, says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        TrainingTarget(text)
+        parse_job(text)
 
 
 # --- hosts
@@ -98,7 +99,7 @@ def test_a_measurement_has_the_name_of_its_link_and_its_hosts(
     asked: list[Any], mbit: float | None, name: str, expected: str
 ) -> None:
     stages: list[str] = []
-    found = measure_on_hosts(TrainingTarget("job.py:make"), How((), link=name), 4, 2, Link(mbit), stages.append)
+    found = measure_on_hosts(parse_job("job.py:make"), How((), link=name), 4, 2, Link(mbit), stages.append)
     ((how, path, settings),) = asked
     assert how.link == expected
     assert path == tuple(sys.path), "a factory is imported from where the command runs"
@@ -118,7 +119,7 @@ def test_nothing_runs_of_what_cannot_be_measured(
     asked: list[Any], hosts: int, per_host: int, compressors: tuple[str, ...], says: str
 ) -> None:
     with pytest.raises(ValueError, match=says):
-        measure_on_hosts(TrainingTarget("digits"), How(compressors), hosts, per_host, Link(None), print)
+        measure_on_hosts(parse_job("digits"), How(compressors), hosts, per_host, Link(None), print)
     assert asked == []
 
 
@@ -135,7 +136,7 @@ def test_the_first_rank_alone_says_what_is_measured(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(jobs, "measure_training", measure)
     context = RankContext(rank, 2, rank, 0, told.append)
-    assert measure_rank(context, TrainingTarget("job.py:make"), None, How(), ("here", *sys.path)) == (
+    assert measure_rank(context, parse_job("job.py:make"), None, How(), ("here", *sys.path)) == (
         measurement().to_json()
     )
     assert told == ["the link"] * (rank == 0)
@@ -148,7 +149,7 @@ def test_the_first_rank_alone_says_what_is_measured(monkeypatch: pytest.MonkeyPa
 def test_an_error_of_a_job_is_told_as_what_it_is(text: str, kind: type[Exception], says: str) -> None:
     context = RankContext(0, 2, 0, 0, lambda message: None)
     with pytest.raises(kind, match=says) as caught:
-        measure_rank(context, TrainingTarget(text), None, How(), tuple(sys.path))
+        measure_rank(context, parse_job(text), None, How(), tuple(sys.path))
     assert "thinwire/lab" not in str(caught.value)
 
 
@@ -177,9 +178,9 @@ def test_the_group_of_a_job_is_left_as_it_was(
     try:
         if fails:
             with pytest.raises(ArithmeticError):
-                measure_in_job(TrainingTarget("job.py:make"), How(), print)
+                measure_in_job(parse_job("job.py:make"), How(), print)
         else:
-            assert measure_in_job(TrainingTarget("job.py:make"), How(), print) == measurement()
+            assert measure_in_job(parse_job("job.py:make"), How(), print) == measurement()
         assert begun == ["gloo"]
         assert dist.is_initialized() == is_theirs
     finally:
@@ -207,7 +208,7 @@ def test_a_way_of_a_job_that_fails_ends_no_other_and_none_is_begun_after_the_dea
 
     monkeypatch.setattr(trials, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(jobs, "values_of_ranks", run)
-    job = jobs.TrainingTarget("job.py:make")
+    job = parse_job("job.py:make")
     rows = jobs.try_on_hosts(job, advised, diagnosed.measurement, 1, Link(None), lambda stage: None, 170.0)
     assert list(dict.fromkeys(tried)) == names[:3]
     assert [row.failure.partition(":")[0] for row in rows] == ["", "failed", "", NOT_TRIED]

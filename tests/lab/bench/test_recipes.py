@@ -36,7 +36,7 @@ def small(name: str) -> Recipe:
 
 
 def tiny() -> Recipe:
-    return Recipe("tiny", "", num_rows=64, width=2, density=0.2, exponent=1.0)
+    return Recipe("tiny", num_rows=64, width=2, density=0.2, exponent=1.0)
 
 
 def expected(recipe: Recipe, statistic: str, count: int) -> float:

@@ -10,12 +10,12 @@ from typing import Any
 from thinwire.lab.cli import bench, main
 from thinwire.lab.cli.commands import load
 
-GROUPS = {"thinwire": main._Commands.lazy, "thinwire bench": bench._Benchmarks.lazy}
+GROUPS = {"thinwire": main._Commands, "thinwire bench": bench._Benchmarks}
 
 
 def all_commands() -> dict[str, Any]:
     """Every command by its name, with `thinwire plan show` and the like."""
-    listed = {f"{group} {name}": row[0] for group, rows in GROUPS.items() for name, row in rows.items()}
+    listed = {f"{group} {name}": kind.prefix + name for group, kind in GROUPS.items() for name in kind.lazy}
     found = {name: load(module, name) for name, module in listed.items() if name != "thinwire bench"}
     inner = {name: getattr(command, "commands", {}) for name, command in found.items()}
     return found | {f"{name} {sub}": command for name, group in inner.items() for sub, command in group.items()}

@@ -14,7 +14,7 @@ from thinwire.lab.cli.commands import FORMER, OPTIONS, load
 
 @pytest.mark.parametrize(
     ("module", "name", "description"),
-    [(module, name, text) for group in GROUPS.values() for name, (module, text) in group.items()],
+    [(group.prefix + name, name, text) for group in GROUPS.values() for name, text in group.lazy.items()],
 )
 def test_a_listed_command_is_there_and_described_by_its_own_words(module: str, name: str, description: str) -> None:
     command = load(module, name)

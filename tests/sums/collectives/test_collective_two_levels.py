@@ -246,7 +246,7 @@ def test_ids_that_arrive_changed_are_noticed(call: int, pattern: int) -> None:
 # --- bytes between hosts
 
 TABLES = {
-    "uniform": Recipe("uniform", "uniform ids", num_rows=1_000_000, width=64, density=0.052, exponent=0.0),
+    "uniform": Recipe("uniform", num_rows=1_000_000, width=64, density=0.052, exponent=0.0),
     **{name: RECIPES[name] for name in ("lstm", "nmt", "bert", "deepfm")},
 }
 

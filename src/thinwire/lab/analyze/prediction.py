@@ -70,9 +70,7 @@ class AssumedLink:
 DEFAULT_LINK = AssumedLink()
 
 
-@cache
-def _own_kernel_seconds() -> tuple[float, ...]:
-    return kernel_seconds(_ASSUMED_OWNERS)
+_own_kernel_seconds = cache(lambda: kernel_seconds(_ASSUMED_OWNERS))
 
 
 @dataclass(frozen=True)

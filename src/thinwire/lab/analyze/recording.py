@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,11 +22,7 @@ class Table:
 
     @property
     def size_bytes(self) -> int:
-        return self.num_rows * self.row_bytes
-
-    @property
-    def row_bytes(self) -> int:
-        return self.width * self.torch_dtype.itemsize
+        return self.num_rows * self.width * self.torch_dtype.itemsize
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -84,11 +81,7 @@ def recording_of(ranks: Sequence[RankRecording]) -> Recording:
 
 
 def _trace(table: Table, ranks: Sequence[TableSteps], num_steps: int) -> IndexTrace | None:
-    steps = []
-    for step in range(num_steps):
-        ids = [rank.ids[step] for rank in ranks]
-        kept = tuple(one for one in ids if one is not None)
-        if len(kept) < len(ids):
-            return None
-        steps.append(kept)
-    return IndexTrace(table.num_rows, table.width, tuple(steps)) if steps else None
+    steps: Any = tuple(zip(*(rank.ids[:num_steps] for rank in ranks), strict=True))
+    if not steps or any(ids is None for step in steps for ids in step):
+        return None
+    return IndexTrace(table.num_rows, table.width, steps)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
 
 from thinwire.lab import palette
 from thinwire.lab.analyze.prediction import Prediction
@@ -30,6 +31,9 @@ _LOOKS: dict[str, tuple[str, Any]] = {
 """Schemes with a line, beside the chosen one; the tables have all of them."""
 _CHOSEN = "chosen by auto"
 
+Figure = Literal["bytes", "seconds"]
+_WRITTEN: dict[str, Callable[[float], str]] = {"bytes": format_bytes, "seconds": format_seconds}
+
 
 def build_report(analysis: Analysis) -> Report:
     """Build a page of the result, plots of the largest sparse tables, and all numbers; ``.write(path)`` saves it."""
@@ -44,8 +48,7 @@ def build_report(analysis: Analysis) -> Report:
         _figures(report, analysis.sparse[0])
         report.table("Sparse tables", *overview(analysis))
     for table in analysis.sparse[:MOST_TABLES_PICTURED]:
-        _bytes_picture(report, table)
-        _seconds_picture(report, table, analysis)
+        _schemes_pictures(report, table, analysis)
         _statistics_pictures(report, table)
     for table in analysis.sparse:
         report.items(
@@ -125,28 +128,25 @@ def _figures(report: Report, table: TableStatistics) -> None:
     report.figures(figures)
 
 
-def _bytes_picture(report: Report, table: TableStatistics) -> None:
-    report.picture(
-        f"{table.name}: bytes by number of ranks",
-        lambda axes: _draw_schemes(axes, table, lambda prediction: prediction.bytes, format_bytes),
-        "Expected bytes that a rank sends in a step; both axes are logarithmic. Contiguous partitions are drawn at"
-        " their best case, even loads. Dots: exact bytes for the recorded ids. Right of the dotted line the union is"
-        " extrapolated. The table below has all schemes.",
-        _in_words(table, lambda prediction: prediction.bytes, format_bytes),
-        height_inches=3.8,
-    )
-
-
-def _seconds_picture(report: Report, table: TableStatistics, analysis: Analysis) -> None:
-    report.picture(
-        f"{table.name}: predicted seconds by number of ranks",
-        lambda axes: _draw_schemes(axes, table, lambda prediction: prediction.seconds, format_seconds),
-        f"Predicted, not measured: {analysis.network.describe()}. One synchronization, none of it hidden behind"
-        " computing; both axes are logarithmic. Wide band: what thinwire would choose, the fastest of its candidates."
-        " Right of the dotted line the union is extrapolated.",
-        _in_words(table, lambda prediction: prediction.seconds, format_seconds),
-        height_inches=3.8,
-    )
+def _schemes_pictures(report: Report, table: TableStatistics, analysis: Analysis) -> None:
+    pictures: dict[Figure, tuple[str, str]] = {
+        "bytes": (
+            "bytes",
+            "Expected bytes that a rank sends in a step; both axes are logarithmic. Contiguous partitions are drawn at"
+            " their best case, even loads. Dots: exact bytes for the recorded ids. Right of the dotted line the union"
+            " is extrapolated. The table below has all schemes.",
+        ),
+        "seconds": (
+            "predicted seconds",
+            f"Predicted, not measured: {analysis.network.describe()}. One synchronization, none of it hidden behind"
+            " computing; both axes are logarithmic. Wide band: what thinwire would choose, the fastest of its"
+            " candidates. Right of the dotted line the union is extrapolated.",
+        ),
+    }
+    for what, (title, note) in pictures.items():
+        draw = partial(_draw_schemes, table=table, what=what)
+        text = _in_words(table, what)
+        report.picture(f"{table.name}: {title} by number of ranks", draw, note, text, height_inches=3.8)
 
 
 def _statistics_pictures(report: Report, table: TableStatistics) -> None:
@@ -216,25 +216,20 @@ def _draw_loads(axes: Axes, table: TableStatistics) -> None:
     key(axes, 1 if is_narrow(axes) else 2)
 
 
-def _draw_schemes(
-    axes: Axes,
-    table: TableStatistics,
-    values_of: Callable[[Prediction], Mapping[str, float]],
-    written: Callable[[float], str],
-) -> None:
+def _draw_schemes(axes: Axes, table: TableStatistics, what: Figure) -> None:
     """Draw bytes or seconds of the schemes in `_LOOKS` and of the chosen one."""
     ranks = [prediction.world_size for prediction in table.predictions]
-    chosen = [values_of(prediction)[prediction.pick] for prediction in table.predictions]
+    chosen = [_values(prediction, what)[prediction.pick] for prediction in table.predictions]
     axes.plot(ranks, chosen, color=palette.THINWIRE, linewidth=7, alpha=0.35, solid_capstyle="round", label=_CHOSEN)
     for name, (color, line) in _LOOKS.items():
-        values = [values_of(prediction).get(name, math.nan) for prediction in table.predictions]
+        values = [_values(prediction, what).get(name, math.nan) for prediction in table.predictions]
         if any(math.isfinite(value) for value in values):
             axes.plot(ranks, values, linestyle=line, color=color, label=name)
     axes.set(xlabel="ranks", xscale="log", yscale="log", xlim=(min(ranks), max(ranks)))
     _rank_ticks(axes, ranks)
-    axes.yaxis.set_major_formatter(lambda value, _position: written(value))
+    axes.yaxis.set_major_formatter(lambda value, _position: _WRITTEN[what](value))
     axes.yaxis.set_minor_formatter(lambda _value, _position: "")
-    if written is format_bytes:
+    if what == "bytes":
         axes.set_ylabel("sent by a rank in a step")
         for name, (color, _) in _LOOKS.items():
             if name in table.sent_bytes:
@@ -245,15 +240,18 @@ def _draw_schemes(
     label_ends(axes)
 
 
-def _in_words(
-    table: TableStatistics, values_of: Callable[[Prediction], Mapping[str, float]], written: Callable[[float], str]
-) -> str:
+def _values(prediction: Prediction, what: Figure) -> Mapping[str, float]:
+    return prediction.bytes if what == "bytes" else prediction.seconds
+
+
+def _in_words(table: TableStatistics, what: Figure) -> str:
     here, last = table.prediction(table.world_size), table.predictions[-1]
-    names = [*(name for name in _LOOKS if name in values_of(here) and name in values_of(last))]
+    first, then = _values(here, what), _values(last, what)
     return " ".join(
-        f"{name}: {written(values_of(here)[name])} on {here.world_size} ranks, {written(values_of(last)[name])} on"
+        f"{name}: {_WRITTEN[what](first[name])} on {here.world_size} ranks, {_WRITTEN[what](then[name])} on"
         f" {last.world_size}."
-        for name in names
+        for name in _LOOKS
+        if name in first and name in then
     )
 
 
@@ -271,9 +269,9 @@ def _bytes_table(report: Report, table: TableStatistics) -> None:
         ["rows together", "", *(f"{one.union:,.0f}" for one in table.predictions)],
         [_CHOSEN, "", *(one.pick for one in table.predictions)],
     ]
-    for name in _fewest_first(table, lambda prediction: prediction.bytes):
-        of_ranks = (_cell(one.bytes, name, format_bytes) for one in table.predictions)
-        rows.append([name, _cell(table.sent_bytes, name, format_bytes), *of_ranks])
+    for name in _fewest_first(table, "bytes"):
+        columns = (table.sent_bytes, *(one.bytes for one in table.predictions))
+        rows.append([name, *(_cell(column, name, format_bytes) for column in columns)])
     report.table(
         f"{table.name}: bytes per rank and step, by number of ranks",
         ["scheme", exact, *map(_ranks, table.predictions)],
@@ -291,7 +289,7 @@ def _seconds_table(report: Report, table: TableStatistics, analysis: Analysis) -
             [_CHOSEN, *(one.pick for one in table.predictions)],
             *(
                 [name, *(_cell(one.seconds, name, format_seconds) for one in table.predictions)]
-                for name in _fewest_first(table, lambda prediction: prediction.seconds)
+                for name in _fewest_first(table, "seconds")
             ),
         ],
         f"Predicted, not measured: {analysis.network.describe()}. Of the busiest rank where rows are dealt by"
@@ -299,9 +297,9 @@ def _seconds_table(report: Report, table: TableStatistics, analysis: Analysis) -
     )
 
 
-def _fewest_first(table: TableStatistics, values_of: Callable[[Prediction], Mapping[str, float]]) -> list[str]:
+def _fewest_first(table: TableStatistics, what: Figure) -> list[str]:
     """Return all schemes, by their bytes or seconds on the recorded number of ranks."""
-    here = values_of(table.prediction(table.world_size))
+    here = _values(table.prediction(table.world_size), what)
     return sorted(table.schemes, key=lambda name: here.get(name, math.inf))
 
 

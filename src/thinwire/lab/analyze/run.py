@@ -45,16 +45,10 @@ def run_script(
         raise ValueError(f"at least 2 workers are needed to see how gradients overlap; got {workers}")
     if steps < 1:
         raise ValueError(f"at least 1 step is needed; got {steps}")
-    where = {"network": None, "kernels": (), "timeout_seconds": _TIMEOUT_SECONDS}
+    where = {"world_size": workers, "network": None, "kernels": (), "timeout_seconds": _TIMEOUT_SECONDS}
     with naming_script(script):
         ranks = run_on_ranks(
-            _record_rank,
-            str(script),
-            list(arguments),
-            steps,
-            world_size=workers,
-            on_message=lambda rank, done: on_step(done),
-            **where,
+            _record_rank, str(script), list(arguments), steps, on_message=lambda rank, done: on_step(done), **where
         )
     recording = recording_of(ranks)
     _check(recording, script)

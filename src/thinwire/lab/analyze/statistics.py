@@ -14,6 +14,7 @@ from torch import Tensor
 
 from thinwire.lab.analyze.prediction import DEFAULT_LINK, PREDICTED_RANKS, AssumedLink, Prediction, is_hashed, predict
 from thinwire.lab.bench.trace import IndexTrace
+from thinwire.lab.bench.turns import quantile
 from thinwire.lab.ledger import sent_bytes, value_lower_bound_bytes
 from thinwire.lab.sparsity import densification, imbalance_pull, imbalance_push, overlap_ratio, skewness
 from thinwire.rows.partition import Contiguous, Partition, Permutation
@@ -77,10 +78,6 @@ class TableStatistics:
     predictions: tuple[Prediction, ...]
 
     @property
-    def size_bytes(self) -> int:
-        return self.num_rows * self.width * getattr(torch, self.dtype).itemsize
-
-    @property
     def schemes(self) -> list[str]:
         """Names of all schemes with a prediction."""
         return list(dict.fromkeys(name for prediction in self.predictions for name in prediction.bytes))
@@ -88,8 +85,7 @@ class TableStatistics:
     @property
     def overlap_quantiles(self) -> dict[float, float]:
         """Quantiles of the overlap ratio, over pairs of ranks and steps."""
-        values = torch.tensor(self.overlaps, dtype=torch.float64)
-        return {share: float(torch.quantile(values, share)) for share in QUANTILES}
+        return {share: quantile(self.overlaps, share) for share in QUANTILES}
 
     def prediction(self, world_size: int) -> Prediction:
         """Return the prediction for ``world_size`` ranks. Raises ValueError if there is none."""

@@ -111,17 +111,12 @@ class StepRecorder(ScriptWatcher):
 
     def _before_step(self) -> None:
         assert self._lane is not None
-        if self.num_steps == WARM_STEPS:
-            self._steps = min(self.how.steps, self._agreed_steps())
+        if self.num_steps == WARM_STEPS and self._largest("a step", time.perf_counter() - self._began) > LONG_SECONDS:
+            self._steps = min(self.how.steps, FEW_STEPS)
         if self.num_steps >= WARM_STEPS + self._steps:
             self.on_enough()
         begin_together(self._lane)
         self._began = time.perf_counter()
-
-    def _agreed_steps(self) -> int:
-        """Return how many steps are timed at most: a few where the last one was long on some rank."""
-        lasted = self._largest("a step", time.perf_counter() - self._began)
-        return FEW_STEPS if lasted > LONG_SECONDS else self.how.steps
 
     def _largest(self, what: str, number: float) -> float:
         """Return the largest of the numbers of all ranks; a collective call."""

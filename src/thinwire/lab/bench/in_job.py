@@ -43,14 +43,14 @@ class JobSize:
 
 
 @contextmanager
-def gloo_group() -> Iterator[None]:
-    """Join the job's process group over Gloo, if there is none yet; benchmarks compute on the CPU."""
+def job_group(backend: str = "gloo") -> Iterator[None]:
+    """Join the job's process group, if there is none yet, and leave it again; benchmarks compute on the CPU."""
     import torch.distributed as dist
 
     if dist.is_initialized():
         yield
         return
-    dist.init_process_group("gloo")
+    dist.init_process_group(backend)
     try:
         yield
         dist.barrier()  # a rank that leaves early resets connections that others read from

@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,15 +11,15 @@ import torch.distributed as dist
 
 from thinwire.lab.analyze.failure import raised_by_script
 from thinwire.lab.analyze.trials import attach_as_advised, counts, try_each
+from thinwire.lab.bench.in_job import job_group
 from thinwire.lab.bench.jobs.job import Data, Job
-from thinwire.lab.bench.jobs.named import parse_job
 from thinwire.lab.bench.jobs.own import JobError, OwnJob, clear_job_errors
 from thinwire.lab.doctor.advice import Advice
 from thinwire.lab.doctor.diagnosis import Confirmed
 from thinwire.lab.harmless import harmless
 from thinwire.lab.planning.measurement import Measurement
 from thinwire.lab.planning.planner import Option
-from thinwire.lab.planning.training import How, Training, check, measure_training
+from thinwire.lab.planning.training import How, OnStage, Training, check, measure_training
 from thinwire.lab.testbed.launch import preload, values_of_ranks
 from thinwire.lab.testbed.network import EmulatedNetwork, Link, emulated
 from thinwire.lab.testbed.rank import RankContext
@@ -27,41 +27,15 @@ from thinwire.lab.testbed.rank import RankContext
 _MEASURING_SECONDS, _TRIAL_SECONDS = 1800.0, 600.0
 """Limits of the ranks of a measurement, and of a trial."""
 
-OnStage = Callable[[str], None]
-"""Function called with the name of the next measurement."""
-
-
-@dataclass(frozen=True)
-class TrainingTarget:
-    """Training to measure: a job by name, or ``module:function`` or ``<file>:function``, see `OwnJob`.
-
-    Raises:
-        ValueError: neither; the message says what is legal.
-    """
-
-    text: str
-    job: Job | OwnJob = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "job", parse_job(self.text))
-
-    def training(self, rank: int, world_size: int, data: Data | None = None) -> Training:
-        """Create the training on one rank.
-
-        Raises:
-            ValueError: there is no such function, or it returns something else.
-        """
-        return self.job.training(data, rank, world_size, seed=0)
-
 
 def measure_on_hosts(
-    target: TrainingTarget, how: How, hosts: int, ranks_per_host: int, link: Link, on_stage: OnStage
+    job: Job | OwnJob, how: How, hosts: int, ranks_per_host: int, link: Link, on_stage: OnStage
 ) -> Measurement:
     """Measure on emulated hosts with a link each, or without a link as processes of this machine.
 
     Raises:
-        ValueError: fewer than two ranks; see `TrainingTarget.training` and
-        `thinwire.lab.planning.training.measure_training`.
+        ValueError: fewer than two ranks; see `thinwire.lab.planning.training.measure_training`.
+        JobError: there is no such function, or it returns something else.
         NetAdminError: a link is asked for, but the process may not make network namespaces.
         RanksFailed: a rank failed, with its traceback.
     """
@@ -71,31 +45,29 @@ def measure_on_hosts(
     check(how.compressors or ())
     for module in ("torch._dynamo", "thinwire.lab.planning.training"):
         preload(module)
-    data = target.job.load()
+    data = job.load()
     limited = link.mbit is not None
     how = replace(how, link=how.link or (f"emulated, {link.mbit:g} Mbit/s, {hosts} hosts" if limited else "loopback"))
     with clear_job_errors(), emulated(hosts, link) as network:
         where = world_size, ranks_per_host, network
-        first, *_ = _run(where, _MEASURING_SECONDS, on_stage, measure_rank, target, data, how)
+        first, *_ = _run(where, _MEASURING_SECONDS, on_stage, measure_rank, job, data, how)
     measured = Measurement.from_json(first)
-    environment = {**measured.environment, "link_nominal_mbit": link.mbit, "target": target.text}
+    environment = {**measured.environment, "link_nominal_mbit": link.mbit, "target": job.name}
     return replace(measured, hosts=hosts if limited else 1, environment=environment)
 
 
 @harmless()
-def measure_rank(
-    context: RankContext, target: TrainingTarget, data: Data | None, how: How, path: tuple[str, ...]
-) -> Any:
+def measure_rank(context: RankContext, job: Job | OwnJob, data: Data | None, how: How, path: tuple[str, ...]) -> Any:
     """Measure on one rank, in the default process group."""
     sys.path[:] = path  # a factory is imported from the command's directory
     tell = context.send if context.rank == 0 else lambda stage: None
-    with raised_by_script(target.text, JobError):
-        training = target.training(context.rank, context.world_size, data)
+    with raised_by_script(job.name, JobError):
+        training = job.training(data, context.rank, context.world_size, seed=0)
         return measure_training(training, how, on_stage=tell).to_json()
 
 
 def try_on_hosts(
-    target: TrainingTarget,
+    job: Job | OwnJob,
     advised: Sequence[tuple[Option, Advice]],
     measurement: Measurement,
     ranks_per_host: int,
@@ -106,12 +78,12 @@ def try_on_hosts(
     """Train each option for a few steps on hosts like those that were measured, and return what a step takes; see
     `thinwire.lab.analyze.trials.try_each`.
     """
-    data = target.job.load()
+    data = job.load()
     with emulated(measurement.world_size // ranks_per_host, link) as network:
 
         def train(advice: Advice, predicted: float) -> list[list[float]]:
             where = measurement.world_size, ranks_per_host, network
-            return _run(where, _TRIAL_SECONDS, on_stage, _try_rank, target, data, advice, predicted)
+            return _run(where, _TRIAL_SECONDS, on_stage, _try_rank, job, data, advice, predicted)
 
         return try_each(train, advised, measurement, on_stage, deadline)
 
@@ -139,16 +111,11 @@ def _run(
 
 @harmless()
 def _try_rank(
-    context: RankContext,
-    target: TrainingTarget,
-    data: Data | None,
-    advice: Advice,
-    predicted: float,
-    path: tuple[str, ...],
+    context: RankContext, job: Job | OwnJob, data: Data | None, advice: Advice, predicted: float, path: tuple[str, ...]
 ) -> list[float]:
     """Train on one rank; return the seconds of its steps."""
     sys.path[:] = path
-    training = target.training(context.rank, context.world_size, data)
+    training = job.training(data, context.rank, context.world_size, seed=0)
     model: torch.nn.Module = training.model
     synchronizer = attach_as_advised(model, advice) if advice.dense else None
     if synchronizer is None:
@@ -160,25 +127,19 @@ def _try_rank(
 
 
 @harmless()
-def measure_in_job(target: TrainingTarget, how: How, on_stage: OnStage) -> Measurement:
+def measure_in_job(job: Job | OwnJob, how: How, on_stage: OnStage) -> Measurement:
     """Measure as a rank of a job that torchrun started, over its own network, in the default process group.
 
     Raises:
         ValueError: see `measure_on_hosts`.
     """
-    if torch.cuda.is_available():
+    has_gpu = torch.cuda.is_available()
+    if has_gpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    ours = not dist.is_initialized()
-    if ours:
-        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    try:
-        training = target.training(dist.get_rank(), dist.get_world_size())
-        if isinstance(target.job, Job) and torch.cuda.is_available():
-            training = _on_gpu(training)
+    with job_group("nccl" if has_gpu else "gloo"):
+        training = job.training(None, dist.get_rank(), dist.get_world_size(), seed=0)
+        training = _on_gpu(training) if has_gpu and isinstance(job, Job) else training
         return measure_training(training, how, on_stage=on_stage)
-    finally:
-        if ours:
-            dist.destroy_process_group()
 
 
 def _on_gpu(training: Training) -> Training:

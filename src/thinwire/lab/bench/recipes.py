@@ -39,7 +39,6 @@ class Recipe:
     """
 
     name: str
-    description: str
     num_rows: int
     width: int
     density: float
@@ -84,75 +83,29 @@ class Recipe:
 
 RECIPES: dict[str, Recipe] = {
     recipe.name: recipe
-    for recipe in (
-        Recipe(
-            name="lstm",
-            description="LSTM language model on One Billion Word, embedding",
-            num_rows=793_471,
-            width=512,
-            density=0.0113,
-            exponent=1.8,
-        ),
-        Recipe(
-            name="nmt",
-            description="translation on IWSLT'14 De-En, embedding",
-            num_rows=109_375,
-            width=1024,
-            density=0.0247,
-            exponent=1.1385,
-        ),
-        Recipe(
-            name="deepfm",
-            description="DeepFM on Criteo, 214M embedding parameters as rows of 16",
-            num_rows=13_375_000,
-            width=16,
-            density=0.0280,
-            exponent=3.3487,
-        ),
-        Recipe(
-            name="bert",
-            description="BERT on SQuAD v1.1, word embedding",
-            num_rows=30_522,
-            width=768,
-            density=0.0106,
-            exponent=1.0297,
-        ),
-        Recipe(
-            name="llm_dgc",
-            description="language model after DGC (top 5 %), one fused bucket of 64M elements",
-            num_rows=64_000_000,
-            width=1,
-            density=0.05,
-            exponent=0.7508,
-        ),
-        Recipe(
-            name="dlrm",
-            description="DLRM on Criteo (Kaggle), its 26 tables of 16 as one, 2,048 samples a rank",
-            num_rows=33_762_577,
-            width=16,
-            density=0.000477,
-            exponent=1.2767,
-        ),
-        Recipe(
-            name="xlmr",
-            description="fine-tuning of XLM-R base, word embedding, 64 pairs of 128 words a rank",
-            num_rows=250_002,
-            width=768,
-            density=0.00836,
-            exponent=1.2562,
-        ),
-        Recipe(
-            name="word2vec",
-            description="skip-gram with the words of GoogleNews, table of contexts, 4,096 pairs and 5 negatives each",
-            num_rows=3_000_000,
-            width=300,
-            density=0.00619,
-            exponent=0.7823,
-        ),
+    for recipe in (  # name, rows, width, density, exponent
+        Recipe("lstm", 793_471, 512, 0.0113, 1.8),
+        Recipe("nmt", 109_375, 1024, 0.0247, 1.1385),
+        Recipe("deepfm", 13_375_000, 16, 0.0280, 3.3487),
+        Recipe("bert", 30_522, 768, 0.0106, 1.0297),
+        Recipe("llm_dgc", 64_000_000, 1, 0.05, 0.7508),
+        Recipe("dlrm", 33_762_577, 16, 0.000477, 1.2767),
+        Recipe("xlmr", 250_002, 768, 0.00836, 1.2562),
+        Recipe("word2vec", 3_000_000, 300, 0.00619, 0.7823),
     )
 }
-"""The workloads of ZEN's table of models, and three traced from jobs of `bench train`, by name. In expectation, the law
-with one exponent reaches:
+"""The workloads of ZEN's table of models, and three traced from jobs of `bench train`, by name:
+
+- `lstm`: LSTM language model on One Billion Word, embedding.
+- `nmt`: translation on IWSLT'14 De-En, embedding.
+- `deepfm`: DeepFM on Criteo, 214M embedding parameters as rows of 16.
+- `bert`: BERT on SQuAD v1.1, word embedding.
+- `llm_dgc`: language model after DGC (top 5 %), one fused bucket of 64M elements.
+- `dlrm`: DLRM on Criteo (Kaggle), its 26 tables of 16 as one, 2,048 samples a rank.
+- `xlmr`: fine-tuning of XLM-R base, word embedding, 64 pairs of 128 words a rank.
+- `word2vec`: skip-gram with the words of GoogleNews, table of contexts, 4,096 pairs and 5 negatives each.
+
+In expectation, the law with one exponent reaches:
 
 - `lstm`: skewness 71.0 over 128 partitions, densification 13.7 at 128 ranks. Both targets, one exponent.
 - `nmt`, `bert`: densification fitted exactly; 72 % of the non-zeros fall in the first of 8 partitions (over

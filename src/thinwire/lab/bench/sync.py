@@ -133,7 +133,7 @@ def _rows(
     benchmark: SyncBenchmark, link_mbit: float | None, measured: dict[str, list[RankMeasurement]]
 ) -> list[dict[str, Any]]:
     workload = benchmark.gradients()
-    num_rows, width = workload.shape()
+    (num_rows, width), dtype, hosts = workload.shape(), workload.dtype, benchmark.ranks_of_hosts
     ids = [workload.ids(rank) for rank in range(benchmark.world_size)]
     seconds = {method: seconds_of_runs(one.times for one in each) for method, each in measured.items()}
     dense = statistics.median(seconds["dense"]) if "dense" in seconds else None
@@ -141,28 +141,26 @@ def _rows(
     rows = []
     for method, measurements in measured.items():
         chosen = measurements[0].chosen
-        pairs = predicted_pairs(method, chosen, benchmark.ranks_of_hosts, ids, num_rows, width, DTYPES[benchmark.dtype])
-        predicted = [sum(row) for row in pairs]
-        between = _between_hosts_max(benchmark.ranks_of_hosts, pairs, measurements)
-        counted = [measurement.sent_bytes for measurement in measurements]
-        known = [sent for sent in counted if sent is not None]
-        sent = max(known) if known else max(predicted)
+        pairs = predicted_pairs(method, chosen, hosts, ids, num_rows, width, dtype)
+        predicted = max(map(sum, pairs))
+        between = _between_hosts_max(hosts, pairs, measurements)
+        counted = [one.sent_bytes for one in measurements if one.sent_bytes is not None]
         median = statistics.median(seconds[method])
         rows.append(
             common
-            | _imbalance(chosen, benchmark.ranks_of_hosts, ids, num_rows, width, DTYPES[benchmark.dtype])
+            | _imbalance(chosen, hosts, ids, num_rows, width, dtype)
             | {
                 "scheme": method,
                 "chosen": chosen,
-                "bytes_sent_max": sent,
-                "bytes_predicted_max": max(predicted),
+                "bytes_sent_max": max(counted, default=predicted),
+                "bytes_predicted_max": predicted,
                 "bytes_between_hosts_max": between,
-                "bytes_source": "counted" if known else "formula",
+                "bytes_source": "counted" if counted else "formula",
                 "seconds_median": median,
                 "seconds_p10": quantile(seconds[method], 0.1),
                 "seconds_p90": quantile(seconds[method], 0.9),
-                "seconds_predicted": _predicted_seconds(benchmark, measurements, ids, max(predicted)),
-                **_bandwidths(num_rows * width * DTYPES[benchmark.dtype].itemsize, benchmark.world_size, median),
+                "seconds_predicted": _predicted_seconds(benchmark, measurements, ids, predicted),
+                **_bandwidths(num_rows * width * dtype.itemsize, benchmark.world_size, median),
                 "seconds_own_wire": between * 8e-6 / link_mbit if link_mbit else None,
                 "speedup_vs_dense": dense / median if dense is not None else None,
                 "max_abs_error": measurements[0].max_abs_error,

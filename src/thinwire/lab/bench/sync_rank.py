@@ -22,7 +22,7 @@ from thinwire.lab.bench.turns import TimedRun, Turns, timed
 from thinwire.lab.bench.workload import Workload
 from thinwire.lab.digests import digest_of
 from thinwire.lab.testbed.rank import RankContext
-from thinwire.rows.sparse import SparseRows
+from thinwire.rows.sparse import Layout, SparseRows
 from thinwire.sums.named import AUTO, DENSE, name_of
 from thinwire.sums.scheme import Scheme
 from thinwire.sums.synchronize import agree, dense_all_reduce, synchronize
@@ -111,11 +111,10 @@ def _point(method: str, lane: Lane, rows: SparseRows) -> Point:
     scheme = scheme_of(method)
     if scheme is not None:
         return scheme
-    gradients, shape = GradientSync(AUTO), (rows.num_rows, rows.width)
+    gradients = GradientSync(AUTO)
 
     def step(lane: Lane) -> None:
-        tensor = torch.sparse_coo_tensor(rows.ids[None], rows.values, shape, is_coalesced=True, check_invariants=False)
-        gradients.tables(lane, [TableGradient(_TABLE, tensor)])
+        gradients.tables(lane, [TableGradient(_TABLE, _sparse(rows))])
 
     for _ in range(_SEEN_STEPS):
         lane.submit(step).wait()
@@ -165,17 +164,18 @@ def _dense_run(lane: Lane, rows: SparseRows) -> Sum:
 
 
 def _torch_run(rows: SparseRows) -> Sum:
-    shape = (rows.num_rows, rows.width)
-    tensor = torch.sparse_coo_tensor(
-        rows.ids[None], rows.values.clone(), shape, is_coalesced=True, check_invariants=False
-    )
+    tensor = _sparse(rows).clone()
 
-    def run() -> SparseRows:
+    def run() -> Tensor:
         dist.all_reduce(tensor)
-        total = tensor.coalesce()
-        return SparseRows(total.indices()[0], total.values(), rows.num_rows)
+        return tensor.coalesce()
 
     return run
+
+
+def _sparse(rows: SparseRows) -> Tensor:
+    """The rows as torch has them, with the same values in memory."""
+    return Layout((rows.num_rows, rows.width), 1).tensor(rows)
 
 
 def _errors(workload: Workload, results: dict[str, SparseRows]) -> dict[str, float]:

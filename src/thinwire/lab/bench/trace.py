@@ -97,7 +97,9 @@ def _parse(arrays: Mapping[str, NDArray[np.generic]]) -> IndexTrace:
     cells: dict[tuple[int, int], Tensor] = {}
     for name, array in arrays.items():
         if match := _IDS_NAME.fullmatch(name):
-            cells[int(match[1]), int(match[2])] = _ids_tensor(name, array)
+            if array.dtype.kind not in "iu":
+                raise ValueError(f"{name} must hold integers; got {array.dtype}")
+            cells[int(match[1]), int(match[2])] = torch.from_numpy(array.astype(np.int64))
         elif name not in ("num_rows", "width"):
             raise ValueError(f"unexpected array {name!r}; expected num_rows, width and ids_<step>_<rank>")
     if not cells:
@@ -118,12 +120,6 @@ def _scalar(arrays: Mapping[str, NDArray[np.generic]], name: str) -> int:
     if array.size != 1 or array.dtype.kind not in "iu":
         raise ValueError(f"{name} must be one integer; got shape {array.shape}, {array.dtype}")
     return int(array.reshape(()).item())
-
-
-def _ids_tensor(name: str, array: NDArray[np.generic]) -> Tensor:
-    if array.dtype.kind not in "iu":
-        raise ValueError(f"{name} must hold integers; got {array.dtype}")
-    return torch.from_numpy(array.astype(np.int64))
 
 
 def _check_ids(ids: Tensor, num_rows: int, where: str) -> None:

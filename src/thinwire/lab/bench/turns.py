@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from thinwire.comm.hosts import HOST_VARIABLE
 from thinwire.comm.lane import Lane
-from thinwire.lab.bench.in_job import gloo_group, is_in_job, on_all_ranks
+from thinwire.lab.bench.in_job import is_in_job, job_group, on_all_ranks
 from thinwire.lab.report import environment
 from thinwire.lab.testbed.launch import values_of_ranks
 from thinwire.lab.testbed.network import Link, emulated
@@ -107,7 +107,7 @@ class HostsBenchmark:
         """
         if is_in_job():
             turns = Turns(self.repeat, self.warm_up, one_clock=self.hosts == 1)
-            with gloo_group():
+            with job_group():
                 return None, on_all_ranks(function, *args, turns, on_message=on_progress)
         with emulated(self.hosts, self.link) as network:
             link_mbit = network.measure() if network else None
@@ -166,6 +166,12 @@ def start_together() -> None:
 def seconds_of_runs(times: Iterable[Sequence[tuple[float, float]]]) -> list[float]:
     """Return the seconds of each run, from the first rank that started to the last that ended, by the times of each."""
     return [max(end for _, end in run) - min(start for start, _ in run) for run in zip(*times, strict=True)]
+
+
+def mean_of_known(values: Iterable[float | None]) -> float | None:
+    """Return the mean of the values that are there, or None if there is none."""
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
 
 
 def quantile(values: Sequence[float], share: float) -> float:

@@ -36,10 +36,7 @@ def analyze(
     json_path: Path = option("--json"),
     report: Path = option("--report"),
     record: Path = typer.Option(
-        None,
-        metavar="FILE.npz",
-        help="Save the ids of the largest sparse table, for thinwire bench sync --trace.",
-        show_default=False,
+        None, metavar="FILE.npz", help="Save the ids of the largest sparse table, for thinwire bench sync --trace."
     ),
     quiet: bool = option("--quiet", False),
 ) -> None:

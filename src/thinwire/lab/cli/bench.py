@@ -38,23 +38,14 @@ CHECKPOINT_METHODS = "none,dcp_sync,dcp_async,blocking,thinwire"
 
 
 class _Benchmarks(LazyGroup):
+    prefix = "thinwire.lab.cli.bench_"
     lazy: ClassVar = {
-        "sync": (
-            "thinwire.lab.cli.bench_sync",
-            "Sum one workload's gradients by every scheme, and compare bytes, time and exactness.",
-        ),
-        "train": (
-            "thinwire.lab.cli.bench_train",
-            "Train one job by each method in turn: step times, bytes, loss against steps and against time.",
-        ),
-        "reproducible": (
-            "thinwire.lab.cli.bench_reproducible",
-            "Train one job on several numbers of ranks, and say where two runs part first: step and parameter.",
-        ),
-        "checkpoint": (
-            "thinwire.lab.cli.bench_checkpoint",
-            "Train with a checkpoint in every iteration by each method in turn; then kill the trainings, and a host.",
-        ),
+        "sync": "Sum one workload's gradients by every scheme, and compare bytes, time and exactness.",
+        "train": "Train one job by each method in turn: step times, bytes, loss against steps and against time.",
+        "reproducible": "Train one job on several numbers of ranks, and say where two runs part first: step and"
+        " parameter.",
+        "checkpoint": "Train with a checkpoint in every iteration by each method in turn; then kill the trainings, and"
+        " a host.",
     }
 
 

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from thinwire.lab.cli.bench import CHECKPOINT_METHODS, JOBS
-from thinwire.lab.cli.commands import Command, option
+from thinwire.lab.cli.commands import Command, listed, option
 from thinwire.lab.cli.output import clear_errors, open_console, progress, say, show_table, write_json
 
 if TYPE_CHECKING:
@@ -49,14 +49,13 @@ def checkpoint(
     from thinwire.lab.bench.checkpoint.benchmark import CheckpointBenchmark
     from thinwire.lab.bench.checkpoint.report import build_report, write_picture
     from thinwire.lab.bench.checkpoint.work import TrainingWork
-    from thinwire.lab.testbed.launch import RanksFailed
-    from thinwire.lab.testbed.network import Link, NetAdminError
+    from thinwire.lab.testbed.network import Link
 
     console = open_console({"--report": report, "--json": json_path, "--picture": picture})
-    with clear_errors(ValueError, ImportError, NetAdminError, RanksFailed):
+    with clear_errors(ValueError, ImportError):
         benchmark = CheckpointBenchmark(
             work=TrainingWork(job, round(state_mb * 1e6), compute_ms / 1e3, dtype),
-            methods=tuple(name.strip() for name in methods.split(",") if name.strip()),
+            methods=listed(methods),
             hosts=hosts,
             link=Link.parse(link),
             steps=steps,

@@ -29,11 +29,10 @@ def reproducible(
 ) -> None:
     """Train one job on several numbers of ranks, and say where two runs part first: step and parameter."""
     from thinwire.lab.bench.reproducible import ReproducibleBenchmark, run
-    from thinwire.lab.testbed.launch import RanksFailed
-    from thinwire.lab.testbed.network import Link, NetAdminError
+    from thinwire.lab.testbed.network import Link
 
     console = open_console({"--json": json_path})
-    with clear_errors(ValueError, ImportError, NetAdminError, RanksFailed):
+    with clear_errors(ValueError, ImportError):
         check_job(job)
         if not all(part.strip().isdecimal() for part in world_sizes.split(",")):
             raise ValueError(f"--world-sizes is {world_sizes!r}: give numbers with commas, such as 1,2,4")

@@ -11,7 +11,7 @@ from rich.markup import escape
 
 from thinwire.lab.bench.in_job import is_first_rank, is_in_job
 from thinwire.lab.cli.bench import JOBS, METHODS, check_job, compile_kernels, show_comparison, where
-from thinwire.lab.cli.commands import Command, announce, option
+from thinwire.lab.cli.commands import Command, announce, listed, option
 from thinwire.lab.cli.output import clear_errors, open_console, progress, say, show_table, write_json
 
 if TYPE_CHECKING:
@@ -58,17 +58,15 @@ def train(
     """
     from thinwire.lab.bench.compare import load_rows
     from thinwire.lab.bench.train.benchmark import TrainBenchmark
-    from thinwire.lab.testbed.launch import RanksFailed
-    from thinwire.lab.testbed.network import NetAdminError
 
     console = open_console({"--report": report, "--json": json_path})
-    with clear_errors(ValueError, ImportError, NetAdminError, RanksFailed):
+    with clear_errors(ValueError, ImportError):
         check_job(job)
         earlier = None if compare is None else load_rows(compare)
         emulated = where(hosts, None, link)
         benchmark = TrainBenchmark(
             job=job,
-            methods=tuple(name.strip() for name in methods.split(",") if name.strip()),
+            methods=listed(methods),
             hosts=emulated["hosts"] * emulated["ranks_per_host"],
             link=emulated["link"],
             seeds=seeds,

@@ -56,6 +56,11 @@ def option(name: str, default: Any = None, more: str = "", **limits: Any) -> Any
     return typer.Option(default, *names, metavar=metavar, help=f"{text}{more}.", show_default=shown, **limits)
 
 
+def listed(text: str) -> tuple[str, ...]:
+    """Return the entries of a comma-separated list."""
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
 def announce(target: str) -> None:
     """Say on standard error, also with ``--quiet``, what a user's script or job may do, before it runs."""
     if is_first_rank() and not target.isalnum():  # the names of our jobs are words
@@ -89,26 +94,25 @@ class CommandGroup(_NarrowHelp, TyperGroup):
 
 
 class LazyGroup(CommandGroup):
-    """A group that knows the names, one-line descriptions and modules of its commands.
+    """A group that knows the names and one-line descriptions of its commands.
 
-    Subclasses list for each command its module, in which a `typer.Typer` called ``app`` is the command, and its
-    description.
+    Subclasses list the description of each command. What the name of its module begins with is ``prefix``; in it a
+    `typer.Typer` called ``app`` is the command.
     """
 
-    lazy: ClassVar[dict[str, tuple[str, str]]] = {}
+    prefix: ClassVar[str] = ""
+    lazy: ClassVar[dict[str, str]] = {}
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(self.lazy)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """Return the entry that `--help` lists; `resolve_command` returns the command to call."""
-        if cmd_name not in self.lazy:
-            return None
-        return TyperCommand(cmd_name, help=self.lazy[cmd_name][1])
+        return TyperCommand(cmd_name, help=self.lazy[cmd_name]) if cmd_name in self.lazy else None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, command, rest = super().resolve_command(ctx, args)
-        return name, command if name is None else load(self.lazy[name][0], name), rest
+        return name, command if name is None else load(self.prefix + name, name), rest
 
 
 def load(module: str, name: str) -> Any:

@@ -10,12 +10,11 @@ from rich.console import Console
 
 from thinwire.lab.cli import output
 from thinwire.lab.cli.commands import Command, option
-from thinwire.lab.cli.output import OnProgress, clear_errors, open_console, say, show_table, write_json
+from thinwire.lab.cli.output import clear_errors, open_console, say, show_table, write_json
 from thinwire.lab.missing import missing_package
 
 if TYPE_CHECKING:
     from thinwire.lab.demo.compare import Comparison
-    from thinwire.lab.demo.corpus import Corpus
     from thinwire.lab.testbed.network import Link
 
 _DEFAULT_LINK = "1gbit"
@@ -45,12 +44,9 @@ def demo(
     Example: thinwire demo --links 100mbit,1gbit,10gbit
     """
     console = open_console({"--report": report, "--json": json_path, "--picture": picture})
-    from thinwire.lab.testbed.launch import RanksFailed
-    from thinwire.lab.testbed.network import NetAdminError
-
-    with clear_errors(ValueError, NetAdminError):
+    with clear_errors(ValueError):
         chosen = _links(console, link, links)
-    with clear_errors(NetAdminError, RanksFailed):
+    with clear_errors():
         comparisons = _compare(hosts, steps, chosen, seed, quiet)
     _print(console, comparisons)
     from thinwire.lab.demo.report import build_report, environment, write_picture
@@ -132,12 +128,13 @@ def _why_not_emulated() -> str:
 def _compare(
     hosts: int, steps: int | None, links: "Sequence[Link | None]", seed: int, quiet: bool
 ) -> "list[Comparison]":
+    from thinwire.lab.demo import corpus
     from thinwire.lab.demo.compare import compare
     from thinwire.lab.demo.train import TrainConfig
 
     comparisons = []
     with output.progress("Reading the source of Python's standard library", quiet=quiet) as on_progress:
-        text = _corpus(on_progress)
+        text = corpus.load(progress=lambda done, files: on_progress(done=done, total=files))
         for link in links:
             where = "loopback" if link is None or link.mbit is None else f"links of {link.mbit:,.0f} Mbit/s"
 
@@ -148,22 +145,16 @@ def _compare(
     return comparisons
 
 
-def _corpus(on_progress: OnProgress) -> "Corpus":
-    from thinwire.lab.demo import corpus
-
-    return corpus.load(progress=lambda done, files: on_progress(done=done, total=files))
-
-
 def _print(console: Console, comparisons: "Sequence[Comparison]") -> None:
     from thinwire.lab.demo import summary
 
     first = summary.headline(comparisons)
     console.print(summary.conditions(first), highlight=False)
     show_table(console, summary.COLUMNS, summary.rows(first), texts=summary.COLUMNS[:1])
+    sentences = [summary.result(first), summary.advice(first), summary.exactness(first)]
     if len(comparisons) > 1:
         links = [summary.format_link(one.link_mbit) for one in comparisons]
         show_table(console, ["", *links], summary.link_rows(comparisons), "Step", texts=("",))
-        for sentence in summary.losing_points(comparisons):
-            console.print(sentence, highlight=False)
-    for sentence in (summary.result(first), summary.advice(first), summary.exactness(first)):
+        sentences = [*summary.losing_points(comparisons), *sentences]
+    for sentence in sentences:
         console.print(sentence, highlight=False)

@@ -15,26 +15,17 @@ from rich.console import Console
 
 from thinwire.lab.bench.in_job import is_first_rank, is_in_job
 from thinwire.lab.cli import output as shown
+from thinwire.lab.cli import plan
 from thinwire.lab.cli.bench import check_job
 from thinwire.lab.cli.commands import MODULE, ScriptCommand, announce, option
 from thinwire.lab.cli.output import FAILURE, clear_errors, open_console, progress, refuse_with, say, write_json
-from thinwire.lab.cli.plan import (
-    COMPRESSORS,
-    JOB_LINK,
-    MEASURED,
-    check_dense,
-    measure_target,
-    measuring,
-    names_of,
-    print_doubts,
-)
 
 if TYPE_CHECKING:
     from thinwire.lab.doctor.diagnosis import Diagnosis
     from thinwire.lab.doctor.equal_loss import Judgement
     from thinwire.lab.planning.measurement import Measurement
     from thinwire.lab.planning.training import How
-    from thinwire.lab.testbed.network import EmulatedNetwork
+    from thinwire.lab.testbed.network import EmulatedNetwork, Link
 
 EXAMPLES = """Examples:
 
@@ -66,14 +57,13 @@ def doctor(
     hosts: int = option("--hosts", None, " of a job; 8 by default", min=1),
     ranks_per_host: int = option("--ranks-per-host", 1, "; for a job", min=1),
     link: str = option("--link", None, "; by default loopback for a script, and 100mbit for a job"),
-    compress: str = option("--compress", COMPRESSORS),
+    compress: str = option("--compress", plan.COMPRESSORS),
     dense: str = option("--dense", "auto", "; lossless sums are tried where they may pay, or if asked for"),
     steps: int = option("--steps", 9, " to time; then a script is ended", min=1),
     loss: str = typer.Option(
         None,
         metavar="PERCENT",
         help="Train shortly with each compressor on simulated ranks; refuse what ends further above dense.",
-        show_default=False,
     ),
     loss_steps: int = typer.Option(300, metavar="N", help="Steps of these trainings, if the script makes as many."),
     no_confirm: bool = typer.Option(False, "--no-confirm", help="Predict only: do not train the best ways."),
@@ -91,33 +81,31 @@ def doctor(
     ended when its steps are timed. All that stands behind it is its own: put options of this command before it.
     """
     from thinwire.lab.analyze.failure import ScriptFailed
-    from thinwire.lab.testbed.launch import RanksFailed
-    from thinwire.lab.testbed.network import NetAdminError
 
     console = open_console({"--output": output, "--picture": picture, "--report": report, "--json": json_path})
-    with clear_errors(ValueError, ImportError, ScriptFailed, RanksFailed, NetAdminError):
+    with clear_errors(ValueError, ImportError, ScriptFailed):
         if measured is None and not command:
             raise ValueError("give a script, a job or module:function; or a measurement with --from FILE")
         if measured is not None and command:
             raise ValueError(f"give {command[0]}, to be measured, or --from FILE, not both")
         examined = Examined(command or [], ranks, hosts, ranks_per_host, link, quiet)
         if measured is not None:
-            refuse_with(context, MEASURED, "--ranks", "--hosts", "--ranks-per-host", "--steps", "--fresh")
+            refuse_with(context, plan.MEASURED, "--ranks", "--hosts", "--ranks-per-host", "--steps", "--fresh")
         elif examined.is_script:
             refuse_with(context, "all ranks of a script are on this machine", "--ranks-per-host")
         else:
             refuse_with(context, "a job has --hosts and --ranks-per-host", "--ranks")
-        compressors, limit = names_of(compress), None if loss is None else examined.limit(loss)
+        compressors, limit = plan.names_of(compress), None if loss is None else examined.limit(loss)
         if limit is not None and compressors is None:
             from thinwire.lab.planning.planner import defaults
 
             compressors = defaults("SGD")  # all of them: training shows which suit it
-        check_dense(dense)
+        plan.check_value("--dense", dense, plan.DENSE)
         with examined.network(console) as network:
             if measured is not None:
                 from thinwire.lab.planning.measurement import Measurement
 
-                title, measurement = str(measured), _at(Measurement.load(measured), link)
+                title, measurement = str(measured), _at(Measurement.load(measured), examined.speed())
             else:
                 from thinwire.lab.planning.training import How
 
@@ -178,17 +166,18 @@ class Examined:
     def is_script(self) -> bool:
         return self.target.endswith(".py") or self.target.startswith(MODULE)
 
+    def speed(self, default: str = "none") -> Link:
+        """Return the link that was named, or else the default."""
+        from thinwire.lab.testbed.network import Link
+
+        return Link.parse(default if self.link is None else self.link)
+
     @contextmanager
     def network(self, console: Console) -> Iterator[EmulatedNetwork | None]:
         """Open emulated hosts for a script with a link; None means loopback, or that the target opens its own."""
-        from thinwire.lab.testbed.network import (
-            EmulatedNetwork,
-            Link,
-            NetAdminError,
-            restart_as_root_of_a_user_namespace,
-        )
+        from thinwire.lab.testbed.network import EmulatedNetwork, NetAdminError, restart_as_root_of_a_user_namespace
 
-        speed = Link.parse(self.link) if self.link is not None else Link(None)
+        speed = self.speed()
         if not self.is_script or speed.mbit is None or is_in_job():
             yield None
             return
@@ -206,16 +195,16 @@ class Examined:
 def _measure(examined: Examined, network: EmulatedNetwork | None, how: How) -> Measurement:
     target, arguments = examined.target, examined.command[1:]
     if not examined.is_script:
-        return measure_target(target, examined.hosts, examined.ranks_per_host, examined.link, how, examined.quiet)
+        return plan.measure_target(target, examined.hosts, examined.ranks_per_host, examined.link, how, examined.quiet)
     from thinwire.lab.analyze.steps import measure_script
 
     announce(target)
     ranks = None if is_in_job() else examined.ranks
-    with measuring(examined.quiet) as tell:
+    with plan.measuring(examined.quiet) as tell:
         examined.began = time.monotonic()
         tell(f"training steps and link of {target} on {ranks or 'all'} ranks")
         measured = measure_script(Path(target), arguments, ranks, how, network, tell)
-    return measured if network is not None else _at(measured, examined.link)
+    return measured if network is not None else _at(measured, examined.speed())
 
 
 def _judged(
@@ -237,34 +226,30 @@ def _judged(
 def _confirmed(diagnosis: Diagnosis, examined: Examined, network: EmulatedNetwork | None) -> Diagnosis:
     """Train the best ways. On a link that could only be predicted nothing is trained."""
     from thinwire.lab.analyze.trials import BUDGET_SECONDS, try_script
-    from thinwire.lab.bench.measured import TrainingTarget, try_on_hosts
+    from thinwire.lab.bench.jobs.named import parse_job
+    from thinwire.lab.bench.measured import try_on_hosts
     from thinwire.lab.doctor.advice import advice_of
     from thinwire.lab.doctor.diagnosis import confirm, finalists
-    from thinwire.lab.testbed.network import Link
 
     measurement = diagnosis.measurement
-    speed = Link.parse(examined.link) if examined.link is not None else None
-    if examined.is_script and network is None and speed is not None and speed.mbit is not None:
+    if examined.is_script and network is None and examined.speed().mbit is not None:
         return diagnosis
     advised = [(each, advice_of(each, measurement, diagnosis.options)) for each in finalists(diagnosis)]
-    with measuring(examined.quiet) as tell:
+    with plan.measuring(examined.quiet) as tell:
         is_first = examined.is_script and diagnosis.judgement is None
         deadline = BUDGET_SECONDS + (examined.began if is_first else time.monotonic())
         if examined.is_script:
             script, arguments = Path(examined.target), examined.command[1:]
             rows = try_script(script, arguments, advised, measurement, network, tell, deadline)
         else:
-            target, link = TrainingTarget(examined.target), speed or Link.parse(JOB_LINK)
-            rows = try_on_hosts(target, advised, measurement, examined.ranks_per_host, link, tell, deadline)
+            job, link = parse_job(examined.target), examined.speed(plan.JOB_LINK)
+            rows = try_on_hosts(job, advised, measurement, examined.ranks_per_host, link, tell, deadline)
     return confirm(diagnosis, rows)
 
 
-def _at(measured: Measurement, link: str | None) -> Measurement:
+def _at(measured: Measurement, link: Link) -> Measurement:
     """The measurement on the link that the user named."""
-    from thinwire.lab.testbed.network import Link
-
-    mbit = None if link is None else Link.parse(link).mbit
-    return measured if mbit is None else measured.at(mbit)
+    return measured if link.mbit is None else measured.at(link.mbit)
 
 
 def _diagnose(title: str, measurement: Measurement, quiet: bool, **settings: Any) -> Diagnosis:
@@ -280,7 +265,7 @@ def _print(diagnosis: Diagnosis, console: Console, output: Path | None) -> None:
 
     text = describe(diagnosis, None if output is None else str(output))
     say(console, text, end="")
-    print_doubts(diagnosis.measurement, console)
+    plan.print_doubts(diagnosis.measurement, console)
     if output is not None and not diagnosis.error:
         diagnosis.plan.save(output)
         console.print(f"Plan: [bold]{output}[/]", highlight=False, soft_wrap=True)

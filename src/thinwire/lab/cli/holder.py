@@ -26,16 +26,12 @@ app = typer.Typer(add_completion=False)
 def holder(
     bind: str = typer.Option("127.0.0.1", help="Address of this host on which the peers' holders reach it."),
     port: int = typer.Option(0, min=0, max=65535, help="TCP port; 0 takes a free one and says which."),
-    socket: Path = typer.Option(
-        None, help="Unix socket for the trainers of this host; default $THINWIRE_HOLDER.", show_default=False
-    ),
+    socket: Path = typer.Option(None, help="Unix socket for the trainers of this host; default $THINWIRE_HOLDER."),
     secret_file: Path = typer.Option(
-        None,
-        help="Secret that all holders and trainers of the job share; default $THINWIRE_SECRET.",
-        show_default=False,
+        None, help="Secret that all holders and trainers of the job share; default $THINWIRE_SECRET."
     ),
     memory_budget: str = typer.Option(
-        None, help="Memory for all slots, such as 64GiB; default half of what is available.", show_default=False
+        None, help="Memory for all slots, such as 64GiB; default half of what is available."
     ),
     timeout: float = typer.Option(10.0, min=0.1, help="Seconds after which a silent peer is lost."),
     deadline: float = typer.Option(30.0, min=0.1, help="Seconds without progress after which a version is dropped."),
@@ -45,21 +41,16 @@ def holder(
     reload: bool = typer.Option(
         False, "--reload", help="Have it read its secret file and certificates again; nothing is lost."
     ),
-    pid: int = typer.Option(
-        None, help="With --stop: end this process, if it is a holder whose socket is gone.", show_default=False
-    ),
+    pid: int = typer.Option(None, help="With --stop: end this process, if it is a holder whose socket is gone."),
     tls_cert: Path = typer.Option(
-        None, help="Certificate for TLS between holders, in PEM, with --tls-key and --tls-ca.", show_default=False
+        None, help="Certificate for TLS between holders, in PEM, with --tls-key and --tls-ca."
     ),
-    tls_key: Path = typer.Option(None, help="Its private key.", show_default=False),
-    tls_ca: Path = typer.Option(None, help="Authority that signs the certificates of all holders.", show_default=False),
+    tls_key: Path = typer.Option(None, help="Its private key."),
+    tls_ca: Path = typer.Option(None, help="Authority that signs the certificates of all holders."),
     metrics: str = typer.Option(
-        None,
-        metavar="HOST:PORT",
-        help="Serve metrics for Prometheus there by HTTP, or at this path of a Unix socket.",
-        show_default=False,
+        None, metavar="HOST:PORT", help="Serve metrics for Prometheus there by HTTP, or at this path of a Unix socket."
     ),
-    forget: str = typer.Option(None, metavar="RUN", help="Free the memory of one run.", show_default=False),
+    forget: str = typer.Option(None, metavar="RUN", help="Free the memory of one run."),
     json_path: Path = option("--json"),
 ) -> None:
     """Keep checkpoints in this host's memory, whatever becomes of the trainers; one holder for each host.
@@ -67,7 +58,6 @@ def holder(
     Without --detach it serves until SIGTERM or Ctrl-C, and ends with status 0.
     """
     from thinwire.checkpoint.holder.start import HolderOptions, config_of
-    from thinwire.errors import ThinwireError
 
     options = HolderOptions(
         bind=bind,
@@ -83,7 +73,7 @@ def holder(
         metrics=metrics,
     )
     console = open_console({"--json": json_path})
-    with clear_errors(ValueError, ThinwireError):
+    with clear_errors(ValueError):
         asked = {"--status": status, "--stop": stop, "--reload": reload, "--forget": forget is not None}
         if sum(asked.values()) > 1:
             raise ValueError(f"give one of {', '.join(name for name, is_asked in asked.items() if is_asked)}")
@@ -122,8 +112,7 @@ def _talk(
 
     with _connect(options) as client:
         if forget is not None:
-            text = f"Forgot {client.forget(forget)} shards of run {_printable(forget)}."
-            say(console, text)
+            say(console, f"Forgot {client.forget(forget)} shards of run {_printable(forget)}.")
         if reload:
             console.print(f"Secrets that the holder accepts now: {client.reload()}", highlight=False)
         status = client.holder_status()

@@ -23,29 +23,17 @@ _PACKAGES = ("torch", "numpy", "numba", "matplotlib", "pyroute2", "scikit-learn"
 
 
 class _Commands(LazyGroup):
+    prefix = "thinwire.lab.cli."
     lazy: ClassVar = {
-        "demo": (
-            "thinwire.lab.cli.demo",
-            "Train one language model by stock DDP and by thinwire, in turn, and compare losses, step times and bytes.",
-        ),
-        "analyze": (
-            "thinwire.lab.cli.analyze",
-            "Record which gradient rows a training script touches; predict bytes and seconds of every scheme on"
-            " 2..1024 ranks.",
-        ),
-        "doctor": (
-            "thinwire.lab.cli.doctor",
-            "Measure the link and a training, and say whether compression or fusion would pay. It may say: do nothing.",
-        ),
-        "holder": (
-            "thinwire.lab.cli.holder",
-            "Keep checkpoints in this host's memory, whatever becomes of the trainers; one holder for each host.",
-        ),
-        "bench": ("thinwire.lab.cli.bench", "Measure thinwire and its rivals on emulated hosts."),
-        "plan": (
-            "thinwire.lab.cli.plan",
-            "Which gradients travel together, how they are compressed, and whether that pays at all.",
-        ),
+        "demo": "Train one language model by stock DDP and by thinwire, in turn, and compare losses, step times"
+        " and bytes.",
+        "analyze": "Record which gradient rows a training script touches; predict bytes and seconds of every scheme on"
+        " 2..1024 ranks.",
+        "doctor": "Measure the link and a training, and say whether compression or fusion would pay. It may say: do"
+        " nothing.",
+        "holder": "Keep checkpoints in this host's memory, whatever becomes of the trainers; one holder for each host.",
+        "bench": "Measure thinwire and its rivals on emulated hosts.",
+        "plan": "Which gradients travel together, how they are compressed, and whether that pays at all.",
     }
 
 

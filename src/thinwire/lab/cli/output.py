@@ -17,7 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from thinwire.errors import MissingPackageError
+from thinwire.errors import ThinwireError
 from thinwire.lab.missing import missing_package, naming
 from thinwire.lab.sources import parsed, spec_of
 
@@ -203,7 +203,7 @@ def write_json(result: dict[str, Any], path: Path | None) -> None:
 
 @contextmanager
 def clear_errors(*expected: type[Exception]) -> Iterator[None]:
-    """Turn expected errors, missing packages and those of the system, as of a full disk, into one line and a status.
+    """Turn expected errors, thinwire's own, and those of the system, as of a full disk, into one line and a status.
 
     The status is 2 for wrong usage and 1 for the rest. A reader that has gone is left to `main.command`.
 
@@ -213,7 +213,7 @@ def clear_errors(*expected: type[Exception]) -> Iterator[None]:
         yield
     except BrokenPipeError:
         raise
-    except (*expected, OSError, MissingPackageError) as error:
+    except (*expected, OSError, ThinwireError) as error:
         if is_command and type(error).__name__ == "NetAdminError":
             from thinwire.lab.testbed.network import restart_as_root_of_a_user_namespace
 
@@ -277,8 +277,7 @@ def refuse_with(context: typer.Context, reason: str, *names: str) -> None:
     """Raise ValueError if one of these options is on the command line, where it would be dropped for a ``reason``."""
     for param in context.command.params:
         source = context.get_parameter_source(param.name or "")
-        given = source is not None and source.name == "COMMANDLINE"
-        if given and param.opts[0] in names:
+        if source is not None and source.name == "COMMANDLINE" and param.opts[0] in names:
             raise ValueError(f"{reason}: leave out {param.opts[0]}")
 
 

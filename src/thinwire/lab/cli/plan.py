@@ -12,7 +12,7 @@ from rich.console import Console
 
 from thinwire.lab.bench.in_job import is_first_rank, is_in_job
 from thinwire.lab.cli.bench import check_job
-from thinwire.lab.cli.commands import Command, CommandGroup, announce, option
+from thinwire.lab.cli.commands import Command, CommandGroup, announce, listed, option
 from thinwire.lab.cli.output import clear_errors, open_console, progress, refuse_with, say, show_table, write_json
 
 if TYPE_CHECKING:
@@ -28,6 +28,8 @@ MEASURED = "--from FILE was measured already"
 """Reason for which options of a measurement are refused."""
 JOB_LINK = "100mbit"
 """Link of emulated hosts if none is named."""
+DENSE = ("auto", "native", "lossless")
+"""Values of --dense."""
 _EXAMPLES = """Examples:
 
 thinwire plan --measure --hosts 8 --link 100mbit --job lstm --output plan.json
@@ -58,7 +60,7 @@ def make(
     steps: int = option("--steps", 9, " to time", min=1),
     fresh: bool = option("--fresh", False),
     measured: Path = option("--from"),
-    measurement: Path = typer.Option(None, metavar="FILE", help="Write what was measured here.", show_default=False),
+    measurement: Path = typer.Option(None, metavar="FILE", help="Write what was measured here."),
     output: Path = option("--output"),
     json_path: Path = option("--json"),
     quiet: bool = option("--quiet", False),
@@ -69,17 +71,16 @@ def make(
     if measure == (measured is not None):
         raise typer.BadParameter("give --measure or --from FILE; or: thinwire plan show FILE")
     console = open_console({"--output": output, "--json": json_path, "--measurement": measurement})
-    from thinwire.lab.testbed.launch import RanksFailed
-    from thinwire.lab.testbed.network import NetAdminError
-
-    with clear_errors(ValueError, ImportError, NetAdminError, RanksFailed):
+    with clear_errors(ValueError, ImportError):
         if measured is not None:
             refuse_with(context, MEASURED, "--job", "--hosts", "--ranks-per-host", "--link", "--steps", "--fresh")
         if measured is None:
             check_job(job)
         compressors = names_of(compress)
-        check_search(search)
-        check_dense(dense)
+        from thinwire.lab.planning.planner import SEARCHES, best_plan
+
+        check_value("--search", search, SEARCHES)
+        check_value("--dense", dense, DENSE)
         if measured is not None:
             from thinwire.lab.planning.measurement import Measurement
 
@@ -90,7 +91,8 @@ def make(
             how = How(compressors, steps, fresh=fresh)
             result = measure_target(job, hosts, ranks_per_host, link, how, quiet)
         if is_first_rank():
-            _finish(result, compressors, search, dense, console, measurement, output, json_path)
+            best = best_plan(result, compressors, search=search, dense=dense)
+            _finish(result, best, console, measurement, output, json_path)
 
 
 @app.command(cls=Command, epilog="Example: thinwire plan show plan.json")
@@ -113,34 +115,26 @@ def measure_target(
     Raises:
         ValueError: options that do not fit; see `thinwire.lab.bench.measured`.
     """
-    check_job(target)
-    from thinwire.lab.bench.measured import TrainingTarget, measure_in_job, measure_on_hosts
+    from thinwire.lab.bench.jobs.named import parse_job
+    from thinwire.lab.bench.measured import measure_in_job, measure_on_hosts
     from thinwire.lab.testbed.network import Link
 
-    aim = TrainingTarget(target)
+    job = parse_job(target)
     announce(target)
     if is_in_job():
         if hosts is not None or link is not None:
             raise ValueError("a rank of a torchrun job has its own hosts and link: leave out --hosts and --link")
         with measuring(quiet) as tell:
-            return measure_in_job(aim, how, tell)
+            return measure_in_job(job, how, tell)
     speed = Link.parse(JOB_LINK if link is None else link)
     with measuring(quiet) as tell:
-        return measure_on_hosts(aim, how, hosts or 8, ranks_per_host, speed, tell)
+        return measure_on_hosts(job, how, hosts or 8, ranks_per_host, speed, tell)
 
 
-def check_search(search: str) -> None:
-    """Check before any measurement that there is such a search."""
-    from thinwire.lab.planning.planner import SEARCHES
-
-    if search not in SEARCHES:
-        raise typer.BadParameter(f"{search!r} is none of {', '.join(SEARCHES)}", param_hint="--search")
-
-
-def check_dense(dense: str) -> None:
-    """Check before any measurement that dense gradients can be summed so."""
-    if dense not in (legal := ("auto", "native", "lossless")):
-        raise typer.BadParameter(f"{dense!r} is none of {', '.join(legal)}", param_hint="--dense")
+def check_value(name: str, value: str, legal: Sequence[str]) -> None:
+    """Check before any measurement that an option has one of its legal values."""
+    if value not in legal:
+        raise typer.BadParameter(f"{value!r} is none of {', '.join(legal)}", param_hint=name)
 
 
 def names_of(text: str) -> tuple[str, ...] | None:
@@ -151,7 +145,7 @@ def names_of(text: str) -> tuple[str, ...] | None:
     """
     from thinwire.lab.planning.training import check
 
-    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    names = listed(text)
     if names in (("none",), (COMPRESSORS,)):
         return () if names == ("none",) else None
     check(names)
@@ -169,14 +163,7 @@ def measuring(quiet: bool) -> Iterator[Callable[[str], None]]:
 
 
 def _finish(
-    measured: Measurement,
-    compressors: tuple[str, ...] | None,
-    search: str,
-    dense: str,
-    console: Console,
-    measurement: Path | None,
-    output: Path | None,
-    json_path: Path | None,
+    measured: Measurement, best: Plan, console: Console, file: Path | None, output: Path | None, json_path: Path | None
 ) -> None:
     from dataclasses import asdict, replace
 
@@ -184,9 +171,8 @@ def _finish(
     from thinwire.lab.doctor.losses import describe_loss, loss_json
     from thinwire.lab.doctor.lossless import lossless_option
     from thinwire.lab.planning.outer import outer_option
-    from thinwire.lab.planning.planner import best_plan
 
-    best = replace(best_plan(measured, compressors, search=search, dense=dense), created=measured.created)
+    best = replace(best, created=measured.created)
     lossless = lossless_option(measured)
     rows = cost_table(measured.world_size, sum(measured.size_bytes), measured.link.message)
     print_measurement(measured, console)
@@ -201,9 +187,9 @@ def _finish(
     outer = outer_option(measured, best.step_seconds, computing)
     if outer is not None:
         say(console, "\n".join([*outer.describe(), ""]))
-    if measurement is not None:
-        measured.save(measurement)
-        console.print(f"Measured: [bold]{measurement}[/]", highlight=False)
+    if file is not None:
+        measured.save(file)
+        console.print(f"Measured: [bold]{file}[/]", highlight=False)
     if output is not None:
         save_plan(best, output, console)
     figures = {"plan": best.to_json(), "measurement": measured.to_json(), "costs": [asdict(row) for row in rows]}

@@ -88,17 +88,7 @@ class LanguageModel(nn.Module):
         read, scored = self.looked_up(words, candidates)
         states, _ = self.lstm(self.words_in(read))
         context = self.projection(states).flatten(end_dim=1)
-        rows = self.words_out(scored)
-        targets = scored[: len(scored) - len(candidates)]
-        return sampled_softmax_loss(
-            context,
-            rows[: len(targets)],
-            rows[len(targets) :],
-            targets,
-            candidates,
-            sampler.log_inclusion(targets),
-            sampler.log_inclusion(candidates),
-        )
+        return sampled_softmax_loss(context, self.words_out(scored), scored, sampler.log_inclusion(scored))
 
 
 def _word_table(config: ModelConfig) -> nn.Embedding:
@@ -106,25 +96,17 @@ def _word_table(config: ModelConfig) -> nn.Embedding:
     return nn.Embedding.from_pretrained(weight, freeze=False, sparse=config.sparse)
 
 
-def sampled_softmax_loss(
-    context: Tensor,
-    target_rows: Tensor,
-    candidate_rows: Tensor,
-    targets: Tensor,
-    candidates: Tensor,
-    target_log_inclusion: Tensor,
-    candidate_log_inclusion: Tensor,
-) -> Tensor:
+def sampled_softmax_loss(context: Tensor, rows: Tensor, words: Tensor, log_inclusion: Tensor) -> Tensor:
     """Return the cross entropy of the target against the candidates, a scalar of ``context``'s dtype.
 
-    ``context`` and ``target_rows`` are ``[n, dim]``, ``candidate_rows`` ``[m, dim]``, ``targets`` ``[n]`` and
-    ``candidates`` ``[m]`` (distinct), the log inclusion probabilities ``[n]`` and ``[m]``. Each logit is
+    ``context`` is ``[n, dim]``. Of ``rows`` ``[n + m, dim]``, ``words`` and their log inclusion probabilities
+    ``[n + m]``, the first n are those of the targets, the others of the candidates, which are distinct. Each logit is
     lowered by the log probability that its word was sampled, and a candidate that is the target itself is
     struck out (an "accidental hit"). With every word a candidate and inclusion 1, this is the full softmax.
     """
-    target_logits = (context * target_rows).sum(dim=1) - target_log_inclusion
-    candidate_logits = context @ candidate_rows.T - candidate_log_inclusion
-    hit = targets[:, None] == candidates[None, :]
+    count = len(context)
+    target_logits = (context * rows[:count]).sum(dim=1) - log_inclusion[:count]
+    candidate_logits = context @ rows[count:].T - log_inclusion[count:]
+    hit = words[:count, None] == words[None, count:]
     logits = torch.cat([target_logits[:, None], candidate_logits.masked_fill(hit, -math.inf)], dim=1)
-    first = torch.zeros(len(targets), dtype=torch.long, device=logits.device)
-    return functional.cross_entropy(logits, first)
+    return functional.cross_entropy(logits, torch.zeros_like(words[:count]))

@@ -7,22 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from thinwire.lab import palette
+from thinwire.lab.demo import summary
 from thinwire.lab.demo.compare import Comparison
-from thinwire.lab.demo.summary import (
-    COLUMNS,
-    NEXT,
-    advice,
-    conditions,
-    exactness,
-    format_factor,
-    format_link,
-    format_seconds,
-    headline,
-    link_rows,
-    losing_points,
-    result,
-    rows,
-)
 from thinwire.lab.demo.train import VARIANTS
 from thinwire.lab.plot import INK, label_ends, log_ticks, save_picture
 from thinwire.lab.report import Origin, Report
@@ -44,37 +30,39 @@ _CURVE_TITLE = "Step time against the link"
 
 def build_report(comparisons: Sequence[Comparison]) -> Report:
     """Build the page of one comparison, or of one for each link."""
-    first = headline(comparisons)
-    links = ", ".join(format_link(one.link_mbit) for one in comparisons)
+    first = summary.headline(comparisons)
+    links = ", ".join(summary.format_link(one.link_mbit) for one in comparisons)
     facts = [("Link", links if first.link_mbit is None else f"{links}, measured")]
-    report = Report("One language model, trained in four ways", conditions(first), facts)
-    how, what = result(first).split(", by one line: ")
+    report = Report("One language model, trained in four ways", summary.conditions(first), facts)
+    how, what = summary.result(first).split(", by one line: ")
     report.hero(how, f"By one line: {what}")
-    report.text(advice(first))
+    report.text(summary.advice(first))
     if len(comparisons) > 1:
-        columns = ["", *(format_link(one.link_mbit) for one in comparisons)]
-        report.picture(_CURVE_TITLE, lambda axes: _draw_curve(axes, comparisons), " ".join(losing_points(comparisons)))
-        report.table("Step on each link", columns, link_rows(comparisons))
+        columns = ["", *(summary.format_link(one.link_mbit) for one in comparisons)]
+        report.picture(
+            _CURVE_TITLE, lambda axes: _draw_curve(axes, comparisons), " ".join(summary.losing_points(comparisons))
+        )
+        report.table("Step on each link", columns, summary.link_rows(comparisons))
     report.picture(
         _STEP_TITLE,
         lambda axes: _draw_steps(axes, first),
         "Medians; thin lines go from the 10th to the 90th percentile.",
     )
-    report.picture("Loss", lambda axes: _draw_losses(axes, first), exactness(first))
+    report.picture("Loss", lambda axes: _draw_losses(axes, first), summary.exactness(first))
     note = "Stock DDP's bytes follow from the formulas of Gloo's collectives and the rows of every step."
-    report.table("All figures", COLUMNS, rows(first), f"{note} thinwire's are counted.")
-    what, command = NEXT.split(": ")
+    report.table("All figures", summary.COLUMNS, summary.rows(first), f"{note} thinwire's are counted.")
+    what, command = summary.NEXT.split(": ")
     report.code(command, what)
     return report
 
 
 def write_picture(comparisons: Sequence[Comparison], path: Path) -> None:
     """Write the plot of the step times: bars of the variants, or curves if there are several links."""
-    first = headline(comparisons)
+    first = summary.headline(comparisons)
     if len(comparisons) > 1:
         save_picture(lambda axes: _draw_curve(axes, comparisons), path, title=_CURVE_TITLE)
     else:
-        title = f"Step time, {first.hosts} hosts, {format_link(first.link_mbit)}"
+        title = f"Step time, {first.hosts} hosts, {summary.format_link(first.link_mbit)}"
         save_picture(lambda axes: _draw_steps(axes, first), path, height_inches=2.4, title=title)
 
 
@@ -93,9 +81,9 @@ def _draw_steps(axes: "Axes", comparison: Comparison) -> None:
     colors = [_COLORS[one.variant.name] for one in results]
     axes.barh(labels, seconds, xerr=spread, color=colors, height=0.6, ecolor=INK, error_kw={"linewidth": 0.8})
     for row, (one, end) in enumerate(zip(results, high, strict=True)):
-        text = format_seconds(one.step_seconds)
+        text = summary.format_seconds(one.step_seconds)
         if one.variant.name == "thinwire":
-            text += f" ({format_factor(comparison.speedup('ddp', 'thinwire'))})"
+            text += f" ({summary.format_factor(comparison.speedup('ddp', 'thinwire'))})"
         axes.annotate(text, (max(end, seconds[row]), row), xytext=(5, 0), textcoords="offset points", va="center")
     axes.set(xlabel="seconds", xlim=(0, 1.25 * high.max()))
     axes.invert_yaxis()

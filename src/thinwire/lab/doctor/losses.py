@@ -64,7 +64,7 @@ def loss_of(compressor: str, optimizer: str) -> Loss | None:
     it is not known or adaptive, that is AdamW. The worst one is taken because nobody knows which job yours is like.
     """
     kind = "SGD" if optimizer == "SGD" else "AdamW"
-    all_rows = [row for row in LOSSES if _method(row.compressor) == _method(compressor)]
+    all_rows = [row for row in LOSSES if split(row.compressor)[0] == split(compressor)[0]]
     rows = [row for row in all_rows if row.optimizer == kind] or all_rows
     same = [row for row in rows if _same(row.compressor, compressor)]
     return max(same or rows, key=lambda row: row.most, default=None)
@@ -92,10 +92,6 @@ def loss_json(compressors: Sequence[str | None], optimizer: str) -> dict[str, An
     """Return the row of `describe_loss` with its source; None if nothing is compressed, or nothing is known."""
     loss = worst_loss(compressors, optimizer)
     return None if loss is None else {**asdict(loss), "source": SOURCE}
-
-
-def _method(text: str) -> str:
-    return split(text)[0]
 
 
 def _same(one: str, other: str) -> bool:

@@ -72,8 +72,7 @@ class Speeds:
         return Speeds(link, (*kept, *codecs))
 
     def to_json(self) -> dict[str, Any]:
-        link = None if self.link is None else self.link.to_json()
-        return {"version": _VERSION, "link": link, "codecs": [codec.to_json() for codec in self.codecs]}
+        return {"version": _VERSION, **asdict(self)}
 
     @classmethod
     def from_json(cls, data: object) -> Speeds:

@@ -28,6 +28,7 @@ TOLERANCE = 1.2
 """Ratio to the predicted step of stock DDP above which an option is not trained, because it will not be chosen."""
 
 OnStage = Callable[[str], None]
+"""A callback that receives the name of what is measured next."""
 
 
 def calibrate(

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import compress
 from typing import NamedTuple
 
 from thinwire.comm.process_group import ring_all_reduce_bytes
@@ -50,6 +51,10 @@ class Messages(NamedTuple):
         return self.fixed + max(self.floor, self.alpha + wire_seconds)
 
 
+Row = tuple[float, float, float, Messages]
+"""Seconds of encoding a tensor, of its bytes, and of decoding it, and the messages by which it travels."""
+
+
 class CostPart(NamedTuple):
     """The part of one tensor in the cost of its job: coding, bytes, and the messages it shares."""
 
@@ -74,6 +79,17 @@ class Costs:
     messages: tuple[Messages, ...]
     opening_seconds: float
 
+    @classmethod
+    def of(cls, rows: Iterable[Row], opening_seconds: float) -> Costs:
+        """Return the costs of tensors that have one row each."""
+        encode, wire, decode, messages = tuple(zip(*rows, strict=True)) or ((), (), (), ())
+        return cls(encode, wire, decode, messages, opening_seconds)
+
+    @cached_property
+    def rows(self) -> tuple[Row, ...]:
+        """The costs of each tensor."""
+        return tuple(zip(self.encode_seconds, self.wire_seconds, self.decode_seconds, self.messages, strict=True))
+
     @property
     def coded(self) -> tuple[bool, ...]:
         """Whether each tensor is compressed."""
@@ -82,8 +98,7 @@ class Costs:
     @property
     def tensor_seconds(self) -> tuple[float, ...]:
         """Seconds of each tensor: encoding, bytes and decoding together."""
-        parts = zip(self.encode_seconds, self.wire_seconds, self.decode_seconds, strict=True)
-        return tuple(sum(seconds) for seconds in parts)
+        return tuple(encode + wire + decode for encode, wire, decode, _ in self.rows)
 
     @property
     def group_seconds(self) -> float:
@@ -93,8 +108,7 @@ class Costs:
     @cached_property
     def parts(self) -> tuple[CostPart, ...]:
         """The part of each tensor in the cost of its job."""
-        coding = map(sum, zip(self.encode_seconds, self.decode_seconds, strict=True))
-        return tuple(map(CostPart, coding, self.wire_seconds, self.messages))
+        return tuple(CostPart(encode + decode, wire, messages) for encode, wire, decode, messages in self.rows)
 
     def seconds(self, members: Sequence[int]) -> float:
         """Return the seconds of one job."""
@@ -116,9 +130,7 @@ def exact_costs(parameters: Sequence[Parameter], link: MeasuredLink, copies: Cod
     Args:
         copies: the codec of copying into one tensor and back.
     """
-    rows = [_exact(entry, link, copies, world_size) for entry in parameters]
-    encode, wire, decode = (tuple(column) for column in zip(*rows, strict=True)) if rows else ((), (), ())
-    return Costs(encode, wire, decode, (_exact_messages(link, copies),) * len(parameters), link.round.alpha)
+    return Costs.of((_exact(entry, link, copies, world_size) for entry in parameters), link.round.alpha)
 
 
 def coded_costs(
@@ -131,20 +143,22 @@ def coded_costs(
     """
     compressor = with_memory(parse(codec.compressor))
     policy = leave_small(compressor)
-    rows, coded, rounds = [], [], 0
-    for parameter in parameters:
-        coded.append(policy(parameter) != NATIVE)
-        if coded[-1]:
-            check_parameter(compressor, parameter)
-            reduction = reduction_for(codec.exchange, compressor, parameter, world_size)
-            rows.append(_coded(parameter, link, codec, compressor, reduction, world_size))
-            rounds = max(rounds, _rounds(compressor, parameter))
-        else:
+    coded = [policy(parameter) != NATIVE for parameter in parameters]
+    large = list(compress(parameters, coded))
+    for parameter in large:
+        check_parameter(compressor, parameter)
+    rounds = max((_rounds(compressor, parameter) for parameter in large), default=0)
+    line, messages = _collective(link, codec.exchange).line, _messages(link, codec.exchange, rounds)
+    rows: list[Row] = []
+    for parameter, is_coded in zip(parameters, coded, strict=True):
+        if not is_coded:
             rows.append(_exact(parameter, link, copies, world_size))
-    encode, wire, decode = zip(*rows, strict=True)
-    exact, compressed = _exact_messages(link, copies), _messages(link, codec.exchange, rounds)
-    messages = tuple(compressed if is_coded else exact for is_coded in coded)
-    return Costs(encode, wire, decode, messages, link.round.alpha)
+            continue
+        size_bytes = parameter.numel * parameter.working_dtype.itemsize
+        reduction = reduction_for(codec.exchange, compressor, parameter, world_size)
+        sent = added_bytes(compressor, parameter, reduction, world_size)
+        rows.append((codec.encode(size_bytes), line.beta * sent, codec.decode(size_bytes), messages))
+    return Costs.of(rows, link.round.alpha)
 
 
 def lossless_costs(
@@ -155,63 +169,36 @@ def lossless_costs(
     Of coding and wire the longer one counts, and of the other the share that cannot overlap, as in
     `thinwire.tune.lossless.lossless_seconds` for a bucket of DDP.
     """
-    native, known = exact_costs(parameters, link, copies, world_size), {entry.dtype: entry for entry in codes}
+    exact, known = exact_costs(parameters, link, copies, world_size), {entry.dtype: entry for entry in codes}
     total = sum(parameter.numel * parameter.dtype.itemsize for parameter in parameters)
     segments = max(1, math.ceil(min(total, _BUCKET_BYTES) / world_size / SEGMENT_BYTES))
     deal, gather = link.all_to_all, link.all_gather
     messages = Messages(LOSSLESS, deal.line.alpha + gather.line.alpha, deal.floor + gather.floor)
-    rows: list[tuple[float, float, float, Messages]] = []
-    for index, parameter in enumerate(parameters):
-        encode, wire, decode = native.encode_seconds[index], native.wire_seconds[index], native.decode_seconds[index]
+    rows: list[Row] = []
+    for parameter, native in zip(parameters, exact.rows, strict=True):
         if parameter.dtype not in known:
-            rows.append((encode, wire, decode, native.messages[index]))
+            rows.append(native)
             continue
         known_code, size_bytes = known[parameter.dtype], parameter.numel * parameter.dtype.itemsize
         coding = known_code.code.coding_seconds(size_bytes, world_size, known_code.cores)
         sending = known_code.code.sent_bytes(size_bytes, world_size) * deal.line.beta
+        encode, _, decode, _ = native
         rows.append((encode + min(coding, sending) / segments, max(coding, sending), decode, messages))
-    if not rows:
-        return native
-    encodes, wires, decodes, options = zip(*rows, strict=True)
-    return Costs(encodes, wires, decodes, options, native.opening_seconds)
+    return Costs.of(rows, exact.opening_seconds)
 
 
 def chosen_costs(options: Sequence[Costs], choices: Sequence[int]) -> Costs:
     """Return the costs of the same gradients, each in the option of the given index."""
-    picked = list(enumerate(choices))
-    return Costs(
-        tuple(options[choice].encode_seconds[index] for index, choice in picked),
-        tuple(options[choice].wire_seconds[index] for index, choice in picked),
-        tuple(options[choice].decode_seconds[index] for index, choice in picked),
-        tuple(options[choice].messages[index] for index, choice in picked),
-        options[0].opening_seconds,
-    )
+    rows = (options[choice].rows[index] for index, choice in enumerate(choices))
+    return Costs.of(rows, options[0].opening_seconds)
 
 
-def _exact(parameter: Parameter, link: MeasuredLink, copies: Codec, world_size: int) -> tuple[float, float, float]:
+def _exact(parameter: Parameter, link: MeasuredLink, copies: Codec, world_size: int) -> Row:
     size_bytes = parameter.numel * parameter.dtype.itemsize
     sent = ring_all_reduce_bytes(size_bytes, world_size)
     line, into, back = link.all_reduce.line, copies.encode.line, copies.decode.line
-    return into.beta * size_bytes, line.beta * sent, back.beta * size_bytes
-
-
-def _exact_messages(link: MeasuredLink, copies: Codec) -> Messages:
-    fit = link.all_reduce
-    return Messages(EXACT, fit.line.alpha, fit.floor, copies.encode.line.alpha + copies.decode.line.alpha)
-
-
-def _coded(
-    parameter: Parameter,
-    link: MeasuredLink,
-    codec: Codec,
-    compressor: Compressor,
-    reduction: Reduction,
-    world_size: int,
-) -> tuple[float, float, float]:
-    size_bytes = parameter.numel * parameter.working_dtype.itemsize
-    sent = added_bytes(compressor, parameter, reduction, world_size)
-    line = _collective(link, codec.exchange).line
-    return codec.encode(size_bytes), line.beta * sent, codec.decode(size_bytes)
+    messages = Messages(EXACT, line.alpha, link.all_reduce.floor, into.alpha + back.alpha)
+    return into.beta * size_bytes, line.beta * sent, back.beta * size_bytes, messages
 
 
 def added_bytes(compressor: Compressor, parameter: Parameter, reduction: Reduction, world_size: int) -> int:

@@ -28,6 +28,11 @@ DOUBTFUL = 0.3
 BELIEVED = 0.15
 """Largest share of the timeline by which a training may be faster: more is a measurement that went wrong."""
 
+_PLAIN = (
+    "version", "world_size", "hosts", "device", "created", "environment", "forward_seconds", "rest_seconds", "passes",
+    "synchronizations", "optimizer",
+)  # fmt: skip
+"""Fields that are in the file as they are."""
 _HOW = "measure with `thinwire plan --measure --measurement measured.json`"
 
 
@@ -354,17 +359,7 @@ class Measurement:
     def to_json(self) -> dict[str, Any]:
         """Return the fields, which docs/guides/plans.md describes."""
         return {
-            "version": self.version,
-            "world_size": self.world_size,
-            "hosts": self.hosts,
-            "device": self.device,
-            "created": self.created,
-            "environment": dict(self.environment),
-            "forward_seconds": self.forward_seconds,
-            "rest_seconds": self.rest_seconds,
-            "passes": self.passes,
-            "synchronizations": self.synchronizations,
-            "optimizer": self.optimizer,
+            **{name: getattr(self, name) for name in _PLAIN},
             "parameters": [
                 {
                     "name": entry.name,
@@ -375,8 +370,8 @@ class Measurement:
                 for entry, seconds in zip(self.parameters, self.backward_seconds, strict=True)
             ],
             "tables": [table.to_json() for table in self.tables],
-            "link": self.link.to_json(),
-            "codecs": [codec.to_json() for codec in self.codecs],
+            "link": asdict(self.link),
+            "codecs": [asdict(codec) for codec in self.codecs],
             "extras": [asdict(extra) for extra in self.extras],
             "dense_codes": [code.to_json() for code in self.dense_codes],
             "ddp": None if self.ddp is None else asdict(self.ddp),
@@ -404,10 +399,9 @@ class Measurement:
             ]
             fields["backward_seconds"] = [float(row["seconds"]) for row in rows]
             fields["link"] = MeasuredLink.from_json(fields["link"])
-            fields["extras"] = [Extra.from_json(row) for row in fields.get("extras", ())]
-            fields["dense_codes"] = [DenseCode.from_json(row) for row in fields.get("dense_codes", ())]
             fields["codecs"] = [Codec.from_json(codec) for codec in fields["codecs"]]
-            fields["tables"] = [EmbeddingTable.from_json(table) for table in fields.get("tables", ())]
+            for name, kind in (("extras", Extra), ("dense_codes", DenseCode), ("tables", EmbeddingTable)):
+                fields[name] = [kind.from_json(row) for row in fields.get(name, ())]
             fields["ddp"] = None if fields.get("ddp") is None else DdpSite(**fields["ddp"])
             return cls(**fields)
         except (KeyError, TypeError, AttributeError) as error:

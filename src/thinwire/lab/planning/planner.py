@@ -38,19 +38,8 @@ PLAN_WORTH = 1.05
 """Least ratio of step times at which a plan replaces one line without a plan."""
 
 LEAST_LOSSY = (
-    "fp16",
-    "bf16",
-    "qsgd",
-    "int8",
-    "natural",
-    "fp8",
-    "mxfp8",
-    "power_sgd",
-    "ef_sign_sgd",
-    "mxfp4",
-    "terngrad",
-    "top_k",
-)
+    "fp16", "bf16", "qsgd", "int8", "natural", "fp8", "mxfp8", "power_sgd", "ef_sign_sgd", "mxfp4", "terngrad", "top_k",
+)  # fmt: skip
 """Compressors by what they lose, least first, as far as they were compared; all others come last. For figures see
 `thinwire.lab.doctor.losses`."""
 
@@ -320,8 +309,7 @@ def stock_option(measurement: Measurement) -> Option:
     """
     jobs, wire_seconds = _stock_jobs(measurement)
     groups = tuple(Group(**_named(measurement, indices)) for indices in usual_groups(measurement))
-    option = Option(STOCK, groups, 0.0, is_plain=True)
-    return _timed(measurement, option, jobs, wire_seconds, [(STOCK, "all_reduce")])
+    return _timed(measurement, Option(STOCK, groups, 0.0, is_plain=True), jobs, wire_seconds)
 
 
 def stock_seconds(measurement: Measurement) -> float:
@@ -349,11 +337,8 @@ Job = tuple[float, float]
 def _stock_jobs(measurement: Measurement) -> tuple[list[Job], float]:
     """Return the collectives of stock DDP, and the seconds of their bytes alone."""
     everything = measurement.whole()
-    costs = everything.costs()
-    jobs = [
-        (max(everything.ready_seconds[index] for index in group), costs.seconds(group) - costs.opening_seconds)
-        for group in usual_groups(everything)
-    ]  # DDP sends no headers
+    costs, groups = everything.costs(), usual_groups(everything)
+    jobs = jobs_of(everything, groups, [costs.seconds(group) - costs.opening_seconds for group in groups])  # no headers
     wire_seconds = math.fsum(costs.wire_seconds)
     for table in measurement.tables:
         if table.is_sparse:
@@ -363,13 +348,7 @@ def _stock_jobs(measurement: Measurement) -> tuple[list[Job], float]:
     return sorted(jobs), wire_seconds
 
 
-def _timed(
-    measurement: Measurement,
-    option: Option,
-    jobs: Sequence[Job],
-    wire_seconds: float,
-    codecs: Iterable[tuple[str | None, str]],
-) -> Option:
+def _timed(measurement: Measurement, option: Option, jobs: Sequence[Job], wire_seconds: float) -> Option:
     """Return the option with the seconds of its jobs, corrected by the largest extra of its codecs.
 
     All synchronizations of a step are alike. The seconds are never less than backward takes, or of the bytes on the
@@ -377,6 +356,7 @@ def _timed(
     """
     timeline = measurement.synchronizations * in_turn(measurement, jobs)
     wire_seconds *= measurement.synchronizations
+    codecs = ((STOCK, "all_reduce"),) if option.name == STOCK else option.codecs
     extra = max(measurement.extra_seconds(*codec) for codec in codecs)
     seconds = max(timeline + max(extra, -BELIEVED * timeline), measurement.all_backward_seconds, wire_seconds)
     return replace(option, seconds=seconds, timeline_seconds=timeline, wire_seconds=wire_seconds)
@@ -401,16 +381,8 @@ def equivalent_profile(measurement: Measurement, costs: Costs) -> Profile:
 
     The cost of a compressed tensor is not proportional to its bytes, so its "bytes" are seconds here.
     """
-    free = Linear(0.0, 0.0)
-    return Profile(
-        measurement.backward_seconds,
-        costs.tensor_seconds,
-        free,
-        free,
-        Linear(costs.group_seconds, 1.0),
-        measurement.names,
-        measurement.other_seconds,
-    )
+    communicate = Linear(costs.group_seconds, 1.0)
+    return replace(measurement.profile_of(costs), size_bytes=costs.tensor_seconds, communicate=communicate)
 
 
 def plan_of(option: Option, measurement: Measurement, priced: Sequence[Option]) -> Plan:
@@ -458,20 +430,16 @@ def _fused(measurement: Measurement, leaf: _Leaf, policies: Sequence[Policy]) ->
 def _mixed(measurement: Measurement, leaves: Sequence[_Leaf], search: str) -> list[Option]:
     """Compress gradients only where that pays, or return nothing if that is none or all; the first option is exact."""
     costs = [leaf.costs for leaf in leaves]
-    groups, choices = _search(measurement, costs, search)
+    if search == "espresso":
+        groups, choices = espresso_jobs(measurement.backward_seconds, measurement.size_bytes, costs)
+    else:
+        groups, taken = fastest_jobs(measurement.backward_seconds, costs)
+        choices = tuple(option for group, option in zip(groups, taken, strict=True) for _ in group)
     coded = tuple(choice if costs[choice].coded[index] else 0 for index, choice in enumerate(choices))
     name = MIXED if len(leaves) > 2 else f"{leaves[1].label} {WHERE_IT_PAYS}"
     option = _option(measurement, name, leaves, groups, coded)
     is_mixed = len(option.codecs) > 1 if len(leaves) > 2 else len(set(option.compressors)) > 1
     return [option] if is_mixed else []
-
-
-def _search(measurement: Measurement, leaves: Sequence[Costs], search: str) -> tuple[Groups, tuple[int, ...]]:
-    """Return groups, and the option of each gradient."""
-    if search == "espresso":
-        return espresso_jobs(measurement.backward_seconds, measurement.size_bytes, leaves)
-    groups, taken = fastest_jobs(measurement.backward_seconds, leaves)
-    return groups, tuple(option for group, option in zip(groups, taken, strict=True) for _ in group)
 
 
 def _option(
@@ -489,17 +457,11 @@ def _option(
         for job in jobs
         for number, (leaf, part) in enumerate(_parts(leaves, job, choices))
     )
-    option = Option(name, groups, 0.0, is_plain=is_plain)
     rows = measurement.row_jobs
     wire_seconds = math.fsum(costs.wire_seconds) + math.fsum(job.wire_seconds for job in rows)
     dense = jobs_of(measurement, jobs, [costs.seconds(job) for job in jobs])
-    return _timed(
-        measurement,
-        option,
-        sorted([*dense, *((job.ready_seconds, job.seconds) for job in rows)]),
-        wire_seconds,
-        option.codecs,
-    )
+    timed = sorted([*dense, *((job.ready_seconds, job.seconds) for job in rows)])
+    return _timed(measurement, Option(name, groups, 0.0, is_plain=is_plain), timed, wire_seconds)
 
 
 def _named(measurement: Measurement, indices: Sequence[int]) -> dict[str, Any]:

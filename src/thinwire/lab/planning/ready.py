@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -436,8 +436,7 @@ def nonzero_rows(gradient: Tensor) -> Tensor:
     return ids.unique()
 
 
-@dataclass(frozen=True)
-class TouchedRows:
+class TouchedRows(NamedTuple):
     """The rows of a table that a step touches, as means over steps: on each rank, and on all together."""
 
     held: tuple[float, ...]

@@ -72,13 +72,9 @@ class Fit:
         errors = [abs(fit(size) - measured) / measured for size, measured in points]
         return replace(fit, residual=statistics.median(errors), points=tuple(map(tuple, points)))
 
-    def to_json(self) -> dict[str, Any]:
-        points = [list(point) for point in self.points]
-        return {"line": asdict(self.line), "floor": self.floor, "residual": self.residual, "points": points}
-
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Fit:
-        """Parse the result of `to_json`; raise KeyError, TypeError or ValueError for anything else."""
+        """Parse the result of ``asdict``; raise KeyError, TypeError or ValueError for anything else."""
         points = tuple((float(size), float(seconds)) for size, seconds in value["points"])
         floor = Linear(float(value["floor"]), 0.0).alpha  # raises ValueError for what is no time
         return cls(_line(value["line"]), floor, float(value["residual"]), points)
@@ -161,14 +157,9 @@ class MeasuredLink:
         fits: dict[str, Any] = {name: Fit(moved(fit.line), fit.floor, fit.residual) for name, fit in self.fits.items()}
         return replace(self, message=moved(self.message), **fits)
 
-    def to_json(self) -> dict[str, Any]:
-        lines = {name: asdict(getattr(self, name)) for name in ("message", "round")}
-        fits = {name: fit.to_json() for name, fit in self.fits.items()}
-        return {**lines, **fits, "work": list(self.work)}
-
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> MeasuredLink:
-        """Parse the result of `to_json`; raise KeyError, TypeError or ValueError for anything else."""
+        """Parse the result of ``asdict``; raise KeyError, TypeError or ValueError for anything else."""
         lines: dict[str, Any] = {name: _line(value[name]) for name in ("message", "round")}
         fits: dict[str, Any] = {name: Fit.from_json(value[name]) for name in ("all_reduce", "all_gather", "all_to_all")}
         return cls(**lines, **fits, work=tuple(map(float, value.get("work", ()))))
@@ -190,12 +181,9 @@ class Codec:
     encode: Fit
     decode: Fit
 
-    def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "encode": self.encode.to_json(), "decode": self.decode.to_json()}
-
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Codec:
-        """Parse the result of `to_json`; raise KeyError, TypeError or ValueError for anything else."""
+        """Parse the result of ``asdict``; raise KeyError, TypeError or ValueError for anything else."""
         fits = {name: Fit.from_json(value[name]) for name in ("encode", "decode")}
         return cls(str(value["compressor"]), str(value["exchange"]), **fits)
 

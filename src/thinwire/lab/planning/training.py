@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -19,21 +20,18 @@ from thinwire.compress.base import Parameter
 from thinwire.gradients.tables import tables_of
 from thinwire.lab.planning import cache
 from thinwire.lab.planning.cache import Setting, Speeds
-from thinwire.lab.planning.calibrate import calibrate
+from thinwire.lab.planning.calibrate import OnStage, calibrate
 from thinwire.lab.planning.codecs import exchanges_of, measure_codec, measure_codes
 from thinwire.lab.planning.link import Probe, measure_link, wait_for_all
 from thinwire.lab.planning.measurement import Measurement
 from thinwire.lab.planning.planner import defaults
 from thinwire.lab.planning.ready import WARM_STEPS, Ready, StepWatch, TouchedRows, Training, agree, agree_on_rows
-from thinwire.lab.planning.speeds import COPIES, DenseCode
+from thinwire.lab.planning.speeds import COPIES
 from thinwire.lab.planning.tables import EmbeddingTable
 from thinwire.observe.step import differences
 
 STEPS = 9
 """Number of training steps that are measured, after those that warm up."""
-
-OnStage = Callable[[str], None]
-"""A callback that receives the name of what is measured next."""
 
 
 @dataclass(frozen=True)
@@ -113,10 +111,11 @@ def finish(
     ready, measured_tables = _apart(everything, dict(zip(num_rows, touched, strict=True)), watch.sparse)
     counts = lane.submit(lambda lane: gather_numbers(lane.exchange, "backwards", list(watch.counts))).wait()
     passes, synchronizations = (round(max(column)) for column in zip(*counts, strict=True))
+    lane.submit(lambda lane: kernels.warm_up()).wait()
     speeds = _speeds(lane, how, device, on_stage)
     assert speeds.link is not None
     on_stage("the code of gradients")
-    codes = _codes(lane, watch)
+    codes = lane.submit(lambda lane: measure_codes(lane, watch.sample)).wait()
     versions = {"thinwire": __version__, "torch": torch.__version__, "python": platform.python_version()}
     return Measurement(
         world_size=lane.world_size,
@@ -138,30 +137,16 @@ def finish(
     )
 
 
-def _codes(lane: Lane, watch: StepWatch) -> tuple[DenseCode, ...]:
-    lane.submit(lambda lane: kernels.warm_up()).wait()
-    return lane.submit(lambda lane: measure_codes(lane, watch.sample)).wait()
-
-
 def _apart(
     everything: Ready, touched: dict[str, TouchedRows], sparse: Collection[str]
 ) -> tuple[Ready, list[EmbeddingTable]]:
     """Split the measured step into the gradients that a plan is about, and the tables."""
     moments = dict(zip(everything.parameters, accumulate(everything.backward_seconds), strict=True))
-    tables = [
-        EmbeddingTable(
-            entry.name,
-            entry.shape[0],
-            entry.numel // entry.shape[0],
-            entry.dtype,
-            entry.name in sparse,
-            touched[entry.name].held,
-            touched[entry.name].union,
-            moments[entry],
-        )
-        for entry in everything.parameters
-        if entry.name in touched
-    ]
+    tables = []
+    for entry in everything.parameters:
+        if (name := entry.name) in touched:
+            shape = entry.shape[0], math.prod(entry.shape[1:]), entry.dtype
+            tables.append(EmbeddingTable(name, *shape, name in sparse, *touched[name], moments[entry]))
     others = tuple(entry for entry in everything.parameters if entry.name not in touched)
     gaps = differences([moments[entry] for entry in others])
     return replace(everything, parameters=others, backward_seconds=gaps), tables
@@ -204,14 +189,11 @@ def _speeds(lane: Lane, how: How, device: torch.device, on_stage: OnStage) -> Sp
     if known.link is None:
         on_stage("the link")
     link = known.link or lane.submit(lambda lane: measure_link(lane, _native(device))).wait()
-    codecs, warm = [], False
+    codecs = []
     coded = [(text, exchange) for text in how.compressors or () for exchange in exchanges_of(text)]
     for text, exchange in [(COPIES, "all_reduce"), *coded]:
         codec = known.codec(text, exchange)
         if codec is None:
-            if not warm:
-                lane.submit(lambda lane: kernels.warm_up()).wait()
-                warm = True
             on_stage(f"{text} by {exchange}" if text else "copies")
             codec = lane.submit(
                 lambda lane, text=text, exchange=exchange: measure_codec(lane, text, exchange, device)

@@ -21,10 +21,11 @@ import signal
 import socket
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from functools import partial
 from multiprocessing import resource_tracker
 from typing import Any
 
+from thinwire.errors import ThinwireError
 from thinwire.lab.testbed.network import EmulatedNetwork, in_namespace
 from thinwire.lab.testbed.rank import RankContext, RankSetup, rank_main
 from thinwire.lab.testbed.supervise import Outcome, RankProcess, describe, supervise
@@ -35,7 +36,7 @@ _PORTS = range(20_000, 32_768)
 __all__ = ["Outcome", "RankContext", "RanksFailed", "run_ranks"]
 
 
-class RanksFailed(RuntimeError):
+class RanksFailed(ThinwireError):
     """Raised when ranks failed. The text has the root cause first; `outcomes` has all ranks in order."""
 
     def __init__(self, message: str, outcomes: list[Outcome]) -> None:
@@ -78,13 +79,11 @@ def run_ranks(
     compile_ahead(kernels)
     with tempfile.TemporaryDirectory(prefix="thinwire-ranks-") as directory, contextlib.ExitStack() as cleanup:
         ranks = []
-        settings = directory, timeout_seconds, init_process_group
-        if world_size is None:
-            setups = [_as_started(*settings)]
-        else:
-            setups = _plan_ranks(world_size, ranks_per_host, network, *settings)
-        for setup in setups:
-            ranks.append(_start(replace(setup, kernels=kernels), payload))
+        common = {"directory": directory, "timeout_seconds": timeout_seconds, "kernels": kernels}
+        setup = partial(RankSetup, **common, init_process_group=init_process_group)
+        setups = [_as_started(setup)] if world_size is None else _plan_ranks(setup, world_size, ranks_per_host, network)
+        for each in setups:
+            ranks.append(_start(each, payload))
             cleanup.callback(ranks[-1].close)
         supervise(ranks, directory, timeout_seconds, check, on_message or (lambda rank, message: None))
         outcomes = [rank.outcome() for rank in ranks]
@@ -113,12 +112,7 @@ def leave_kernels_to_ranks() -> None:
 
 
 def _plan_ranks(
-    world_size: int,
-    ranks_per_host: int | None,
-    network: EmulatedNetwork | None,
-    directory: str,
-    timeout_seconds: float,
-    init_process_group: bool,
+    setup: Callable[..., RankSetup], world_size: int, ranks_per_host: int | None, network: EmulatedNetwork | None
 ) -> list[RankSetup]:
     """One setup per rank; raises ValueError when the ranks do not fit on the hosts."""
     per_host = _ranks_per_host(world_size, ranks_per_host, 1 if network is None else network.hosts)
@@ -131,7 +125,7 @@ def _plan_ranks(
         "GLOO_SOCKET_IFNAME": "lo" if network is None else network.interface,
     }
     return [
-        RankSetup(
+        setup(
             rank=rank,
             world_size=world_size,
             local_rank=rank % per_host,
@@ -143,20 +137,16 @@ def _plan_ranks(
                 "LOCAL_WORLD_SIZE": str(min(per_host, world_size - rank // per_host * per_host)),
             },
             namespace=None if network is None else network.namespace(rank // per_host),
-            directory=directory,
-            timeout_seconds=timeout_seconds,
-            init_process_group=init_process_group,
         )
         for rank in range(world_size)
     ]
 
 
-def _as_started(directory: str, timeout_seconds: float, init_process_group: bool) -> RankSetup:
+def _as_started(setup: Callable[..., RankSetup]) -> RankSetup:
     """The setup of the rank that torchrun started this process as."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK")
     rank, world_size, local_rank, host = (int(os.environ.get(name, "0")) for name in names)
-    where = dict(os.environ), None, directory, timeout_seconds, init_process_group
-    return RankSetup(rank, world_size, local_rank, host, *where)
+    return setup(rank, world_size, local_rank, host, environment=dict(os.environ), namespace=None)
 
 
 def _ranks_per_host(world_size: int, ranks_per_host: int | None, hosts: int) -> int:

@@ -24,6 +24,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Self, TypeVar
 
+from thinwire.errors import ThinwireError
 from thinwire.lab.missing import missing_package
 from thinwire.lab.testbed.goodput import hang_up, receive_rate_mbit, send_until_closed
 
@@ -47,7 +48,7 @@ _TBF_MAX_BYTES_PER_SECOND = 2**32 - 1  # the kernel's 32-bit rate field, as pyro
 _STALL_SECONDS = 10.0
 
 
-class NetAdminError(RuntimeError):
+class NetAdminError(ThinwireError):
     """Raised when the process may not make network namespaces."""
 
 

@@ -21,14 +21,9 @@ _RUNNING = "still running"
 
 # Errors of Gloo when the process at the other end has gone, or has stopped answering.
 _PEER_LOST = (
-    "by peer",
-    "Connection refused",
-    "Broken pipe",
-    "Socket closed",
-    "Timed out waiting",
-    "pair closure",
+    "by peer", "Connection refused", "Broken pipe", "Socket closed", "Timed out waiting", "pair closure",
     "LostPeerError",
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

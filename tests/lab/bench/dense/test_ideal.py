@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from thinwire.lab.bench.dense.ideal import ideal_bits, push_and_pull
+from thinwire.lab.bench.dense.ideal import ideal_bits, mean_bits
 
 DTYPES = {
     torch.float32: (torch.int32, 32, 8),
@@ -64,5 +64,5 @@ def test_the_ideal_code_of_what_can_be_said_in_words() -> None:
     assert 15.9 < ideal_bits(every) / every.numel() <= 16.0, "nothing is gained where all values are as likely"
     wide = torch.randn(1000).bfloat16()
     assert ideal_bits(wide.float()) == pytest.approx(ideal_bits(wide)), "zero low bits that all have cost nothing"
-    pushed, pulled = push_and_pull([[torch.ones(8)], [torch.zeros(8)]], [torch.ones(4)])
+    pushed, pulled = mean_bits([torch.ones(8), torch.zeros(8)]), mean_bits([torch.ones(4)])
     assert (pushed, pulled) == (0.5, 1.0), "a mean over values"

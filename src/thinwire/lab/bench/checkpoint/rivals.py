@@ -7,7 +7,7 @@ package is needed by anything else here.
 import importlib
 import importlib.util
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,28 +16,13 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from thinwire.checkpoint.state.snapshot import TrainingState
+from thinwire.lab.bench.checkpoint import methods
 from thinwire.lab.bench.checkpoint.dcp import DcpAsync, DcpSync
-from thinwire.lab.bench.checkpoint.methods import (
-    BLOCKING,
-    DCP_ASYNC,
-    DCP_SYNC,
-    LM_RESILIENCY,
-    METHODS,
-    NONE,
-    NVRX,
-    RIVALS,
-    THINWIRE,
-    Blocking,
-    CheckpointMethod,
-    Destination,
-    InPeers,
-    NoCheckpoints,
-)
 from thinwire.lab.bench.checkpoint.work import Trainer
 
 _PACKAGES = {
-    LM_RESILIENCY: ("lm_resiliency", "lm-resiliency"),
-    NVRX: ("nvidia_resiliency_ext", "nvidia-resiliency-ext"),
+    methods.LM_RESILIENCY: ("lm_resiliency", "lm-resiliency"),
+    methods.NVRX: ("nvidia_resiliency_ext", "nvidia-resiliency-ext"),
 }
 
 
@@ -47,20 +32,20 @@ def unavailable(method: str) -> str:
     return f"pip install {package}" if module and importlib.util.find_spec(module) is None else ""
 
 
-def host_directory(destination: Destination, rank: int) -> Path:
+def host_directory(destination: methods.Destination, rank: int) -> Path:
     """Return the directory of a rank's own host, which is lost with it."""
     return Path(destination.directory) / f"host-{rank}.disk"
 
 
-class LmResiliency(CheckpointMethod):
+class LmResiliency(methods.CheckpointMethod):
     """lm-resiliency's GEMINI: two own versions and two of the peer in the memory of the trainer, copied by a thread.
 
     A killed trainer loses them. Its disk tier is written every 100 steps, as by default.
     """
 
-    name = LM_RESILIENCY
+    name = methods.LM_RESILIENCY
 
-    def __init__(self, training: TrainingState, destination: Destination, rank: int) -> None:
+    def __init__(self, training: TrainingState, destination: methods.Destination, rank: int) -> None:
         package = importlib.import_module("lm_resiliency.checkpointing")
         self._training, self._started = training, 0.0
         config = package.InMemoryCkptConfig(
@@ -93,15 +78,15 @@ class LmResiliency(CheckpointMethod):
         self._manager.close()
 
 
-class Nvrx(CheckpointMethod):
+class Nvrx(methods.CheckpointMethod):
     """NVRx's local checkpoints with clique replication, to a directory of each host.
 
     They are synchronous: the asynchronous ones wait for CUDA, even where there is none.
     """
 
-    name = NVRX
+    name = methods.NVRX
 
-    def __init__(self, training: TrainingState, destination: Destination, rank: int) -> None:
+    def __init__(self, training: TrainingState, destination: methods.Destination, rank: int) -> None:
         local = "nvidia_resiliency_ext.checkpointing.local"
         manager = importlib.import_module(f"{local}.ckpt_managers.local_manager").LocalCheckpointManager
         clique = importlib.import_module(f"{local}.replication.strategies").CliqueReplicationStrategy
@@ -167,16 +152,15 @@ class CpuState:
         """Do nothing: they are where they were."""
 
 
-def make(method: str, trainer: Trainer, destination: Destination, rank: int) -> CheckpointMethod:
-    """Create the method of that name, on all ranks. Raises ValueError for an unknown name."""
-    if method == NONE:
-        return NoCheckpoints()
-    if method == THINWIRE:
-        return InPeers(trainer, destination, rank)
-    if method == BLOCKING:
-        return Blocking(trainer, destination, rank)
-    if method in (DCP_SYNC, DCP_ASYNC):
-        return (DcpSync if method == DCP_SYNC else DcpAsync)(trainer.training, destination, rank)
-    if method in RIVALS:
-        return (LmResiliency if method == LM_RESILIENCY else Nvrx)(trainer.training, destination, rank)
-    raise ValueError(f"unknown method {method!r}; legal are {', '.join((*METHODS, *RIVALS))}")
+_OF_STATE: dict[str, Callable[..., methods.CheckpointMethod]] = {
+    kind.name: kind for kind in (DcpSync, DcpAsync, LmResiliency, Nvrx)
+}
+
+
+def make(method: str, trainer: Trainer, destination: methods.Destination, rank: int) -> methods.CheckpointMethod:
+    """Create the method of that name, on all ranks."""
+    if method == methods.NONE:
+        return methods.NoCheckpoints()
+    if method in methods.IN_PEERS:
+        return (methods.InPeers if method == methods.THINWIRE else methods.Blocking)(trainer, destination, rank)
+    return _OF_STATE[method](trainer.training, destination, rank)

@@ -28,24 +28,24 @@ def row_of(
 ) -> dict[str, Any]:
     """Return one row, as documented in docs/evidence/bench-checkpoint.md."""
     seconds = _seconds(records, method, "iterations")
-    blocking = None if method == NONE else statistics.median(_flat(_seconds(records, method, "blocking")))
+    blocking = None if method == NONE else _median(_seconds(records, method, "blocking"))
     state_bytes = max(record.state_bytes for record in records)
     return {
         "method": method,
         "hosts": len(records),
         "link_mbit": link_mbit,
         "state_bytes": state_bytes,
-        "iteration_seconds_median": statistics.median(_flat(seconds)),
+        "iteration_seconds_median": _median(seconds),
         "overhead_ratio": overhead_ratio(seconds, _seconds(records, NONE, "iterations")),
         "overhead_spread": overhead_spread(seconds, _seconds(records, NONE, "iterations")),
         "interval_iterations": interval_iterations(method, records),
         "cpu_seconds": cpu_seconds_of_one(method, records),
         "blocking_ms_per_gb": None if blocking is None else 1e3 * blocking / (state_bytes / 1e9),
         "wasted_seconds": _wasted(method, records, recovery),
-        "recovery_seconds_processes": _median(recovery.processes_seconds) if recovery else None,
+        "recovery_seconds_processes": statistics.median(recovery.processes_seconds) if recovery else None,
         "recovery_seconds_host": recovery.host_seconds if recovery else None,
         "recovery_link_share": _link_share(recovery, link_mbit),
-        "iterations_lost": max(recovery.iterations_lost, default=None) if recovery else None,
+        "iterations_lost": max(recovery.iterations_lost) if recovery else None,
         "restore_bitwise_equal": recovery.bitwise_equal if recovery else None,
         "version_bytes": max(float(record.gaps.get("checkpoint/coded_bytes", 0)) for record in records)
         if method == THINWIRE
@@ -95,7 +95,7 @@ def checkpoint_seconds(method: str, records: Sequence[OverheadRecord]) -> float 
         return None
     turns = _turns(records, method)
     if any(block.checkpoint_seconds is None for turn in turns for block in turn):
-        return statistics.median(_flat(_seconds(records, method, "blocking")))
+        return _median(_seconds(records, method, "blocking"))
     return statistics.median(max(block.checkpoint_seconds or 0.0 for block in turn) for turn in turns)
 
 
@@ -111,7 +111,7 @@ def _wasted(method: str, records: Sequence[OverheadRecord], recovery: Recovery |
     interval, seconds = interval_iterations(method, records), checkpoint_seconds(method, records)
     if recovery is None or interval is None or seconds is None:
         return None
-    iteration = statistics.median(_flat(_seconds(records, method, "iterations")))
+    iteration = _median(_seconds(records, method, "iterations"))
     return wasted_seconds(seconds, interval * iteration, recovery.host_seconds)
 
 
@@ -127,7 +127,7 @@ def bounds_of(
         return None
     gaps, state_bytes = records[0].gaps, max(record.state_bytes for record in records)
     plain = _seconds(records, NONE if NONE in methods else THINWIRE, "iterations")
-    iteration = statistics.median(_flat(plain))
+    iteration = _median(plain)
     idle = min(iteration, float(statistics.median(float(record.gaps["checkpoint/idle_seconds"]) for record in records)))
     hardware = Hardware(1, link_mbit * 1e6 / 8, state_bytes / max(1e-9, float(gaps["checkpoint/copy_seconds"])))
     least = bounds(state_bytes, replicas, hardware, iteration_seconds=iteration, idle_seconds=idle)
@@ -150,7 +150,7 @@ def baselines(
     if link_mbit is None:
         return {"strawman_wasted_seconds": None, "high_frequency_wasted_seconds": None}
     all_bytes, speed = sum(record.state_bytes for record in records), link_mbit * 1e6 / 8
-    iteration = statistics.median(_flat(_seconds(records, NONE if NONE in methods else methods[0], "iterations")))
+    iteration = _median(_seconds(records, NONE if NONE in methods else methods[0], "iterations"))
     return {
         "strawman_wasted_seconds": strawman_wasted_seconds(all_bytes, speed),
         "high_frequency_wasted_seconds": high_frequency_wasted_seconds(all_bytes, speed, iteration),
@@ -177,9 +177,5 @@ def _seconds(records: Sequence[OverheadRecord], method: str, name: str) -> list[
     ]
 
 
-def _flat(turns: Sequence[Sequence[float]]) -> list[float]:
-    return [seconds for turn in turns for seconds in turn]
-
-
-def _median(values: Sequence[float]) -> float | None:
-    return statistics.median(values) if values else None
+def _median(turns: Sequence[Sequence[float]]) -> float:
+    return statistics.median([seconds for turn in turns for seconds in turn])

@@ -8,6 +8,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from thinwire.checkpoint.holder.client import HolderClient
 from thinwire.lab.bench.checkpoint.hosts import HolderHosts, link_bytes
 
@@ -72,27 +74,14 @@ def rates(
         ([0.01], [1.394...], [0.605...])
     """
     count = max(1, round((ended - started) / BIN_SECONDS))
-    edges = [started + (ended - started) * number / count for number in range(count + 1)]
-    link = [_at(samples, edge, "link_bytes") for edge in edges]
-    own = [_HEADERS * _at(samples, edge, "checkpoint_bytes") for edge in edges]
-    middles, others, checkpoints = [], [], []
-    for i in range(count):
-        to_mbit = 8e-6 / (edges[i + 1] - edges[i])
-        checkpoint = (own[i + 1] - own[i]) * to_mbit
-        middles.append((edges[i] + edges[i + 1]) / 2 - started)
-        checkpoints.append(checkpoint)
-        others.append(max(0.0, (link[i + 1] - link[i]) * to_mbit - checkpoint))
-    return middles, others, checkpoints
-
-
-def _at(samples: Sequence[TrafficSample], at: float, name: str) -> float:
-    """Value of a counter at a moment, interpolated between samples."""
-    before = max((sample for sample in samples if sample.at <= at), key=lambda sample: sample.at, default=samples[0])
-    after = min((sample for sample in samples if sample.at >= at), key=lambda sample: sample.at, default=samples[-1])
-    low, high = getattr(before, name), getattr(after, name)
-    if after.at <= before.at:
-        return float(low)
-    return low + (high - low) * (at - before.at) / (after.at - before.at)
+    edges = started + (ended - started) * np.arange(count + 1) / count
+    at = [sample.at for sample in samples]
+    link = np.interp(edges, at, [sample.link_bytes for sample in samples])
+    own = _HEADERS * np.interp(edges, at, [sample.checkpoint_bytes for sample in samples])
+    to_mbit = 8e-6 / np.diff(edges)
+    checkpoints = to_mbit * np.diff(own)
+    others = np.maximum(0.0, to_mbit * np.diff(link) - checkpoints)
+    return ((edges[:-1] + edges[1:]) / 2 - started).tolist(), others.tolist(), checkpoints.tolist()
 
 
 def timeline(

@@ -145,16 +145,12 @@ class Trainer:
             self.optimizer: torch.optim.Optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-3)
         else:
             job = get_job(work.job)
-            self.model, self.optimizer = self._named(job)
+            self.model = job.model(seed=0)
+            self.optimizer = job.make_optimizer(self.model.parameters())
             self._batches = Batches(job, data, rank, world_size)
         torch.manual_seed(1 + rank)
         self.synchronizer = thinwire.attach(self.model, "zen", "native")
         self.training = TrainingState(self.model, self.optimizer, synchronizer=self.synchronizer, data=self._batches)
-
-    @staticmethod
-    def _named(job: Job) -> tuple[nn.Module, torch.optim.Optimizer]:
-        model = job.model(seed=0)
-        return model, job.make_optimizer(model.parameters())
 
     def step(self) -> Tensor:
         """Make one training step and return the loss of this rank's batch."""

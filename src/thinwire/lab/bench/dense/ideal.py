@@ -1,6 +1,6 @@
 """What an ideal code of floats would need: the measure that a real one is held against."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -56,16 +56,7 @@ def _entropy_bits(symbols: Tensor) -> float:
     return float(-(counts * (counts / symbols.numel()).log2()).sum()) + 0.0
 
 
-def push_and_pull(per_rank: Iterable[Iterable[Tensor]], sums: Iterable[Tensor]) -> tuple[float, float]:
-    """Return the ideal bits of a value on its way to the owner, and of a value of the sum.
-
-    Args:
-        per_rank: for each rank its tensors.
-        sums: the sums of these tensors over the ranks.
-    """
-    return _mean_bits([tensor for tensors in per_rank for tensor in tensors]), _mean_bits(list(sums))
-
-
-def _mean_bits(tensors: list[Tensor]) -> float:
+def mean_bits(tensors: Sequence[Tensor]) -> float:
+    """Return the ideal bits of a value of tensors."""
     values = sum(tensor.numel() for tensor in tensors)
     return sum(map(ideal_bits, tensors)) / values if values else 0.0

@@ -12,12 +12,12 @@ from thinwire import kernels
 from thinwire.comm.channel import Channel, Subject, opening_bytes
 from thinwire.comm.lane import Lane
 from thinwire.comm.process_group import ring_all_reduce_bytes
-from thinwire.lab.bench.dense.ideal import push_and_pull
+from thinwire.lab.bench.dense.ideal import mean_bits
 from thinwire.lab.bench.dense.workload import DenseWorkload
 from thinwire.lab.bench.jobs.job import Data
-from thinwire.lab.bench.train.account import interface_bytes_sent
+from thinwire.lab.bench.train.account import counter_of
 from thinwire.lab.bench.train.stock import rank_order_sum
-from thinwire.lab.bench.turns import TimedRun, Turns, timed
+from thinwire.lab.bench.turns import TimedRun, Turns, mean_of_known, timed
 from thinwire.lab.digests import digest_of
 from thinwire.lab.testbed.rank import RankContext
 from thinwire.sums.lossless import SumReport, begin, subject
@@ -79,12 +79,10 @@ def measure(
 
 def _once(lane: Lane, method: str, buckets: Sequence[Tensor], turns: Turns) -> TimedRun:
     """Run once; the result has the means, what the code took, and the bytes that the interface sent."""
-    means, coded, interface = [bucket.clone() for bucket in buckets], SumReport(), turns.interface
-    before = None if interface is None else interface_bytes_sent(interface)
+    means, coded, sent_on_link = [bucket.clone() for bucket in buckets], SumReport(), counter_of(turns.interface)
     run = timed(partial(_run, lane, method, means, coded), lane, turns.one_clock)
     dist.barrier()  # what this host still has to send belongs to this run
-    link = None if before is None or interface is None else interface_bytes_sent(interface) - before
-    return replace(run, result=(means, coded, link))
+    return replace(run, result=(means, coded, sent_on_link()))
 
 
 def _run(lane: Lane, method: str, means: Sequence[Tensor], coded: SumReport) -> None:
@@ -162,7 +160,6 @@ def _judged(context: RankContext, buckets: Sequence[Tensor], runs: dict[str, lis
     gathered = [_gathered(bucket) for bucket in buckets]
     sums = [rank_order_sum(tensors) for tensors in gathered]
     exact = [torch.stack(tensors).double().mean(0) for tensors in gathered]
-    push, pull = push_and_pull([buckets], sums)
     expected = [total * (1.0 / context.world_size) for total in sums]
     values = sum(bucket.numel() for bucket in buckets)
     opening = len(buckets) * opening_bytes(context.world_size)
@@ -174,7 +171,7 @@ def _judged(context: RankContext, buckets: Sequence[Tensor], runs: dict[str, lis
             each[-1].sent_bytes,
             each[-1].sent_between_hosts_bytes,
             opening + (round(coded.predicted_bytes) or _predicted_bytes(method, buckets, context)),
-            _mean([link for *_, link in (run.result for run in each)]),
+            mean_of_known([link for *_, link in (run.result for run in each)]),
             digest_of(means),
             all(map(torch.equal, map(_raw, means), map(_raw, expected))),
             *_errors(means, exact),
@@ -185,8 +182,8 @@ def _judged(context: RankContext, buckets: Sequence[Tensor], runs: dict[str, lis
         tuple(bucket.numel() for bucket in buckets),
         str(buckets[0].dtype).removeprefix("torch."),
         sum(int((bucket == 0).sum()) for bucket in buckets) / values,
-        push,
-        pull,
+        mean_bits(buckets),
+        mean_bits(sums),
         {method: judged(method, each) for method, each in runs.items()},
     )
 
@@ -206,8 +203,3 @@ def _errors(means: Sequence[Tensor], exact: Sequence[Tensor]) -> tuple[float, fl
 
 def _raw(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)
-
-
-def _mean(values: Sequence[int | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None

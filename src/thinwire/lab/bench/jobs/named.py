@@ -13,19 +13,10 @@ from thinwire.lab.bench.jobs.transformers import BertJob, GptJob, XlmrJob
 JOBS: dict[str, Job] = {
     job.name: job
     for job in (
-        LstmJob(),
-        DigitsJob(),
-        GptJob(),
-        XlmrJob(),
-        DlrmJob(),
-        DeepFmJob(),
-        NmtJob(),
-        BertJob(),
-        VggJob(),
-        ResNetJob(),
+        LstmJob(), DigitsJob(), GptJob(), XlmrJob(), DlrmJob(), DeepFmJob(), NmtJob(), BertJob(), VggJob(), ResNetJob(),
         Word2VecJob(),
     )
-}
+}  # fmt: skip
 
 
 def get_job(text: str, scale: float | None = None) -> Job:

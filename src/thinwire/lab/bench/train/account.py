@@ -1,10 +1,11 @@
 """Statistics of a method's traffic, and the interface that returns them."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,19 @@ class Account:
     exposed_seconds: float | None = None
     rounds: float | None = None
     lossless_bits_per_value: float | None = None
+
+    @classmethod
+    def of_stats(cls, stats: Mapping[str, float], **others: float) -> Self:
+        """Return what the statistics of a `thinwire.Synchronizer` or of an outer loop say, and others."""
+        encode, decode = (
+            stats.get(f"compress/{what}_seconds", 0.0) + stats.get(f"lossless/{what}_seconds", 0.0)
+            for what in ("encode", "decode")
+        )
+        wire = stats.get("compress/wire_seconds", stats["comm/seconds"] - encode - decode)
+        groups, missing = stats.get("plan/groups"), stats.get("compress/tensor_missing_rate")
+        bits = stats.get("lossless/bits_per_value")
+        known = {"groups": groups, "tensor_missing_rate": missing, "lossless_bits_per_value": bits}
+        return cls(encode, wire, decode, stats["comm/bytes_sent"], **known, **others)
 
 
 class RunningMethod(ABC):
@@ -57,6 +71,12 @@ def covered_seconds(intervals: Sequence[tuple[float, float]]) -> float:
         covered += max(0.0, stop - max(start, end))
         end = max(end, stop)
     return covered
+
+
+def counter_of(interface: str | None) -> Callable[[], int | None]:
+    """Return a function that says how many bytes an interface has sent since now; None where there is none."""
+    before = 0 if interface is None else interface_bytes_sent(interface)
+    return lambda: None if interface is None else interface_bytes_sent(interface) - before
 
 
 def interface_bytes_sent(interface: str) -> int:

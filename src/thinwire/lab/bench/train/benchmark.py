@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from thinwire.lab.bench.in_job import gloo_group, is_in_job, on_all_ranks
+from thinwire.lab.bench.in_job import is_in_job, job_group, on_all_ranks
 from thinwire.lab.bench.jobs.job import Job
 from thinwire.lab.bench.jobs.named import parse_job
 from thinwire.lab.bench.jobs.own import OwnJob, clear_job_errors
@@ -98,7 +98,7 @@ def run(benchmark: TrainBenchmark, on_step: OnStep) -> dict[str, Any]:
                 train, training, data, on_message=lambda message: on_step(training.method, training.seed, *message)
             )
 
-        with gloo_group():
+        with job_group():
             return _results(benchmark, train_here)
     preload("torch._dynamo")
     preload("thinwire.lab.bench.train.stock")

@@ -160,7 +160,7 @@ def method_of(text: str, job: Job | OwnJob, steps: int, world_size: int) -> Meth
     )
 
 
-def method_of_plan(plan: Plan, planning: Planning) -> Method:
+def method_of_plan(plan: Plan) -> Method:
     """Return the method that executes a plan: stock DDP, if the plan is to do nothing."""
     if plan.does_nothing:
         return _torch_method(DDP, {})
@@ -230,22 +230,16 @@ def _refuse(name: str, settings: dict[str, Any]) -> None:
 
 
 def _torch_method(name: str, settings: dict[str, Any]) -> Method:
-    from thinwire.lab.bench.train.stock import (
-        POWER_SGD_RANK,
-        Bf16AllReduce,
-        RankOrderAllReduce,
-        StockDdp,
-        TorchPowerSgd,
-    )
+    from thinwire.lab.bench.train import stock
 
     if name == POWER_SGD_TORCH:
-        rank = settings.pop("rank", POWER_SGD_RANK)
+        rank = settings.pop("rank", stock.POWER_SGD_RANK)
         _refuse(name, settings)
         # Its callbacks wait for all-reduces on the threads that Gloo runs these on: two buckets at once dead-lock.
-        return Method(lambda model, _: TorchPowerSgd(model, rank), one_bucket=True)
+        return Method(lambda model, _: stock.TorchPowerSgd(model, rank), one_bucket=True)
     _refuse(name, settings)
-    stock = {DDP: StockDdp, BF16: Bf16AllReduce, RANK_ORDER: RankOrderAllReduce}[name]
-    return Method(lambda model, _: stock(model))
+    kind = {DDP: stock.StockDdp, BF16: stock.Bf16AllReduce, RANK_ORDER: stock.RankOrderAllReduce}[name]
+    return Method(lambda model, _: kind(model))
 
 
 def _warmed_up(compressor: Any, steps: int) -> Any:
@@ -270,15 +264,7 @@ class ThinwireMethod(RunningMethod):
         self._synchronizer = thinwire.attach(model, rows, dense)
 
     def account(self) -> Account:
-        stats = self._synchronizer.stats()
-        encode, decode = (
-            stats.get(f"compress/{what}_seconds", 0.0) + stats.get(f"lossless/{what}_seconds", 0.0)
-            for what in ("encode", "decode")
-        )
-        wire = stats.get("compress/wire_seconds", stats["comm/seconds"] - encode - decode)
-        groups, missing = stats.get("plan/groups"), stats.get("compress/tensor_missing_rate")
-        bits = stats.get("lossless/bits_per_value")
-        return Account(encode, wire, decode, stats["comm/bytes_sent"], groups, missing, lossless_bits_per_value=bits)
+        return Account.of_stats(self._synchronizer.stats())
 
     def no_sync(self) -> AbstractContextManager[None]:
         return self._synchronizer.no_sync()

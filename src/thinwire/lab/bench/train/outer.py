@@ -98,16 +98,7 @@ class OuterMethod(RunningMethod):
 
     def account(self) -> Account:
         stats = self._loop.stats()
-        encode, decode = stats.get("compress/encode_seconds", 0.0), stats.get("compress/decode_seconds", 0.0)
-        return Account(
-            encode,
-            stats.get("compress/wire_seconds", stats["comm/seconds"] - encode - decode),
-            decode,
-            stats["comm/bytes_sent"],
-            tensor_missing_rate=stats.get("compress/tensor_missing_rate"),
-            exposed_seconds=stats["comm/exposed_seconds"],
-            rounds=stats["outer/rounds"],
-        )
+        return Account.of_stats(stats, exposed_seconds=stats["comm/exposed_seconds"], rounds=stats["outer/rounds"])
 
     @contextmanager
     def judged(self) -> Iterator[None]:

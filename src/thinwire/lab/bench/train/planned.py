@@ -63,15 +63,13 @@ class Planning:
         Raises:
             ValueError: the job cannot be measured: one rank.
         """
-        if self.file:
-            return self._with_fallback(Plan.load(self.file))
         from thinwire.lab.planning.planner import best_plan
         from thinwire.lab.planning.training import How, measure_training
 
-        measurement = measure_training(make(), How(self.compressors, fresh=True))
-        return self._with_fallback(best_plan(measurement, self.compressors))
-
-    def _with_fallback(self, plan: Plan) -> Plan:
+        if self.file:
+            plan = Plan.load(self.file)
+        else:
+            plan = best_plan(measure_training(make(), How(self.compressors, fresh=True)), self.compressors)
         return replace(plan, fallback=True) if self.fallback else plan
 
 

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire.gradients.tables import tables_of
 from thinwire.lab.bench.jobs.job import Data, Job
 from thinwire.lab.bench.jobs.own import JobError, OwnJob, same_random_numbers_after, share_parameters
-from thinwire.lab.bench.train.account import Account, interface_bytes_sent
+from thinwire.lab.bench.train.account import Account, counter_of
 from thinwire.lab.bench.train.curve import evaluation_steps, smoothed, window_of
 from thinwire.lab.bench.train.methods import Method, method_of, method_of_plan
 from thinwire.lab.bench.train.planned import Planning
@@ -101,7 +101,7 @@ def train(context: RankContext, training: JobTraining, data: Data | None) -> Ran
         plan=trainer.planned,
     )
     dist.barrier()
-    sent_before = _link_bytes(training)
+    sent_on_link = counter_of(training.interface)
     for step, evaluates in _steps(training):
         record.steps.append(trainer.step(step + 1))
         if evaluates:
@@ -109,8 +109,7 @@ def train(context: RankContext, training: JobTraining, data: Data | None) -> Ran
             if _is_done(training, record.held_out_losses):
                 break
     dist.barrier()
-    if sent_before is not None:
-        record.link_bytes = (_link_bytes(training) or 0) - sent_before
+    record.link_bytes = sent_on_link()
     record.account = trainer.method.account()
     record.losses_digest = trainer.losses.hexdigest()
     trainer.method.finish()
@@ -135,10 +134,6 @@ def _is_done(training: JobTraining, losses: list[tuple[int, float]]) -> bool:
     if training.target_loss is None:
         return True
     return min(smoothed([loss for _, loss in losses], window_of(training.steps))) <= training.target_loss
-
-
-def _link_bytes(training: JobTraining) -> int | None:
-    return None if training.interface is None else interface_bytes_sent(training.interface)
 
 
 class _Trainer:
@@ -184,7 +179,7 @@ class _Trainer:
                 lambda: self.job.training(data, self.context.rank, self.context.world_size, self.run.seed)
             )
         self.planned = plan.choice
-        return method_of_plan(plan, planning)
+        return method_of_plan(plan)
 
     def _wrapped(self, method: Method) -> nn.Module:
         """All ranks have the same parameters, so DDP need not broadcast them."""
@@ -287,8 +282,6 @@ def _check_device(model: nn.Module, job: OwnJob) -> None:
 
 
 def _difference(after: Account, before: Account) -> dict[str, float | None]:
-    def of(name: str) -> float | None:
-        now, then = getattr(after, name), getattr(before, name)
-        return None if now is None or then is None else now - then
-
-    return {name: of(name) for name in ("encode_seconds", "wire_seconds", "decode_seconds", "sent_bytes")}
+    names = ("encode_seconds", "wire_seconds", "decode_seconds", "sent_bytes")
+    pairs = ((name, getattr(after, name), getattr(before, name)) for name in names)
+    return {name: None if now is None or then is None else now - then for name, now, then in pairs}

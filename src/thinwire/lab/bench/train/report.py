@@ -8,18 +8,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from thinwire.lab import palette
+from thinwire.lab.bench.train import summary
 from thinwire.lab.bench.train.methods import DDP, EXACT, PLAN, THINWIRE, parse
-from thinwire.lab.bench.train.summary import (
-    PAYS_FROM,
-    MethodSummary,
-    caption,
-    columns,
-    conditions,
-    link_text,
-    summarize,
-    table_rows,
-    verdict,
-)
 from thinwire.lab.plot import MOST_LINES, SMALL, is_narrow, key, label_ends, wrapped
 from thinwire.lab.report import Report
 from thinwire.lab.text import counted
@@ -49,13 +39,13 @@ _MOST_LOSSY = len(palette.DASHES)
 def build_report(result: dict[str, Any]) -> Report:
     """Build the page of the verdict, a table and four plots; ``.write(path)`` writes the file."""
     rows = result["rows"]
-    summaries = summarize(rows)
+    summaries = summary.summarize(rows)
     job, environment = rows[0]["job"], result["environment"]
     report = Report(
         f"Training {job}, one method at a time",
-        conditions(result),
+        summary.conditions(result),
         [
-            ("Link", link_text(rows[0])),
+            ("Link", summary.link_text(rows[0])),
             ("Run", f"{counted(environment['steps'], 'step')}, {counted(environment['seeds'], 'seed')}"),
         ],
     )
@@ -71,17 +61,17 @@ def build_report(result: dict[str, Any]) -> Report:
         lambda axes: _draw_times(axes, rows),
         "Medians. Thick bar: the training thread. Thin bar below it: encoding, the network and decoding, which run"
         " beside backward; training waits only where they outlast it.",
-        " ".join(f"{cells[0]}: {cells[columns(rows).index('step s')]} s." for cells in table_rows(rows)),
+        " ".join(f"{method}: {seconds} s." for method, seconds in _step_seconds(rows).items()),
         height_inches=1.0 + len(summaries) * max(0.55, 0.16 * (1 + most_breaks)),
     )
-    report.table("All methods", columns(rows), table_rows(rows), caption(result))
+    report.table("All methods", summary.columns(rows), summary.table_rows(rows), summary.caption(result))
     return report
 
 
-def _headline(rows: Sequence[dict[str, Any]], ranked: Sequence[MethodSummary]) -> tuple[str, str, bool | None]:
+def _headline(rows: Sequence[dict[str, Any]], ranked: Sequence[summary.MethodSummary]) -> tuple[str, str, bool | None]:
     """Return the result, a sentence on it, and whether it is of a lossy method."""
-    text, best = verdict(rows), ranked[0] if ranked else None
-    if best is not None and (best.speedup or 0) >= PAYS_FROM:
+    text, best = summary.verdict(rows), ranked[0] if ranked else None
+    if best is not None and (best.speedup or 0) >= summary.PAYS_FROM:
         return f"{best.speedup:.2f}x faster to the loss of stock DDP", text, best.method in _lossy_of(rows)
     if best is not None:
         return "Nothing is faster than stock DDP here", text, None
@@ -128,7 +118,9 @@ def _looks(rows: Sequence[dict[str, Any]]) -> dict[str, tuple[str, Any]]:
     They are of stock DDP, of exact methods, and of the others that are fastest to stock DDP's loss.
     """
     lossy = _lossy_of(rows)
-    methods = [one.method for one in sorted(summarize(rows), key=lambda one: (one.method != DDP, -(one.speedup or 0)))]
+    methods = [
+        one.method for one in sorted(summary.summarize(rows), key=lambda one: (one.method != DDP, -(one.speedup or 0)))
+    ]
     exact = [method for method in methods if method not in lossy][: MOST_LINES - 1]
     others = [method for method in methods if method in lossy][: min(_MOST_LOSSY, MOST_LINES - len(exact))]
     looks: dict[str, tuple[str, Any]] = {}
@@ -177,13 +169,19 @@ def _in_words(rows: Sequence[dict[str, Any]], against: str, unit: str) -> str:
     )
 
 
+def _step_seconds(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """Return what the table says of a step of each method."""
+    column = summary.columns(rows).index("step s")
+    return {cells[0]: cells[column] for cells in summary.table_rows(rows)}
+
+
 def _name(method: str, narrow: bool) -> str:
     return wrapped(method, 14 if narrow else 24)
 
 
 def _draw_times(axes: Axes, rows: Sequence[dict[str, Any]]) -> None:
     methods = list(dict.fromkeys(row["method"] for row in rows))
-    step_seconds = {cells[0]: cells[columns(rows).index("step s")] for cells in table_rows(rows)}
+    step_seconds = _step_seconds(rows)
     for index, method in enumerate(methods):
         own = [row for row in rows if row["method"] == method]
         for offset, height, parts in ((-0.12, 0.4, _PARTS), (0.22, 0.18, _LANE_PARTS)):

@@ -9,7 +9,7 @@ from typing import Any
 from thinwire.lab.bench.train.curve import LossCurve, reached_at
 from thinwire.lab.bench.train.methods import RANK_ORDER, TORCH_METHODS, parse
 from thinwire.lab.bench.train.rank import JobTraining, RankRecord, StepRecord
-from thinwire.lab.bench.turns import quantile
+from thinwire.lab.bench.turns import mean_of_known, quantile
 from thinwire.plan.plan import STOCK
 
 
@@ -60,10 +60,10 @@ def row_of(training: JobTraining, records: Sequence[RankRecord], link_mbit: floa
         "wire_seconds": _seconds(by_step, "wire_seconds", typical),
         "decode_seconds": _seconds(by_step, "decode_seconds", typical),
         "groups": account.groups,
-        "tensor_missing_rate": _mean_or_none([one.tensor_missing_rate for one in accounts]),
+        "tensor_missing_rate": mean_of_known([one.tensor_missing_rate for one in accounts]),
         "rounds": account.rounds,
         "accumulate": training.accumulate,
-        "lossless_bits_per_value": _mean_or_none([one.lossless_bits_per_value for one in accounts]),
+        "lossless_bits_per_value": mean_of_known([one.lossless_bits_per_value for one in accounts]),
         "plan": records[0].plan or None,
         **_bytes(training, records),
         "final_loss": _finite(curve.final_loss),
@@ -176,11 +176,6 @@ def _seconds(
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
-
-
-def _mean_or_none(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return _mean(known) if known else None
 
 
 def _finite(value: float) -> float | None:

@@ -8,6 +8,7 @@ for the sparse gradients of ``nn.Embedding(sparse=True)`` an all-gather of each 
 import time
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -67,7 +68,7 @@ class _Hooked(RunningMethod):
     """Base of hooks of DDP. Lists of rows have nothing to cast or factorize, and are averaged as DDP does."""
 
     def __init__(self, model: DistributedDataParallel, state: object = None) -> None:
-        self._encode_seconds = self._wire_seconds = self._decode_seconds = self._sent_bytes = 0.0
+        self._encode_seconds = self._decode_seconds = self._sent_bytes = 0.0
         self._intervals: list[tuple[float, float]] = []
         self._world_size = dist.get_world_size(model.process_group)
         model.register_comm_hook(state, self._hook)
@@ -80,6 +81,9 @@ class _Hooked(RunningMethod):
         work = dist.all_reduce(gradient.div_(self._world_size), async_op=True)
         assert work is not None
         return work.get_future().then(lambda done: done.value()[0])
+
+    def account(self) -> Account:
+        return Account(self._encode_seconds, covered_seconds(self._intervals), self._decode_seconds, self._sent_bytes)
 
     @abstractmethod
     def _sum(self, state: Any, bucket: dist.GradBucket, gradient: Tensor) -> Future[Tensor]:
@@ -110,9 +114,6 @@ class Bf16AllReduce(_Hooked):
 
         return work.get_future().then(decode)
 
-    def account(self) -> Account:
-        return Account(self._encode_seconds, covered_seconds(self._intervals), self._decode_seconds, self._sent_bytes)
-
 
 class RankOrderAllReduce(_Hooked):
     """The uncoded sum in rank order, in float32 or wider, scaled at the end: what a lossless sum has the bits of.
@@ -130,14 +131,11 @@ class RankOrderAllReduce(_Hooked):
         dist.all_gather(list(padded.view(ranks, width).unbind()), rank_order_sum(pieces.view(ranks, width).unbind()))
         wide = torch.promote_types(gradient.dtype, torch.float32)
         gradient.copy_(padded[: gradient.numel()].to(wide) * (1.0 / ranks))
-        self._wire_seconds += time.perf_counter() - started
+        self._intervals.append((started, time.perf_counter()))
         self._sent_bytes += ring_all_reduce_bytes(padded.nbytes, ranks)
         future: Future[Tensor] = Future()
         future.set_result(gradient)
         return future
-
-    def account(self) -> Account:
-        return Account(0.0, self._wire_seconds, 0.0, self._sent_bytes)
 
 
 def rank_order_sum(tensors: Sequence[Tensor]) -> Tensor:
@@ -179,4 +177,4 @@ class TorchPowerSgd(_Hooked):
         return future.then(arrived)
 
     def account(self) -> Account:
-        return Account(self._encode_seconds, covered_seconds(self._intervals), None, self._sent_bytes)
+        return replace(super().account(), decode_seconds=None)

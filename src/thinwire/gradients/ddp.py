@@ -529,6 +529,8 @@ class LeftToDdp(_PlugOfDdp):
 
     def before_forward(self) -> None:
         """Drop the hook, which DDP would call with each bucket for life, if all ranks leave the model to DDP."""
+        if is_joining(self._model):  # a rank without data makes no new reducer
+            return
         self.is_stale = self._has_hook = False
         observers, self._observers = self._observers, set()
         self._settle()

@@ -308,6 +308,32 @@ def test_an_idle_hook_has_the_bits_of_stock_and_hangs_up_for_a_rank_that_fails()
         assert seconds < LIMIT_SECONDS
 
 
+def _joins_idle(context: RankContext) -> list[bool]:
+    """Whether a model that had a hook has stock's parameters after `join`, in which rank 0 has no data."""
+    exact.ROUTE_VARIABLE = "UNSET"
+    models = [DistributedDataParallel(Mixed(True), process_group=dist.new_group()) for _ in range(2)]
+    sync = thinwire.attach(models[1], "zen")
+    for ddp in models * 2:  # torch has no zeros for a bucket of a sparse table before its second step
+        _trained(ddp, context.rank, 0)
+    sync.detach()
+    sync = thinwire.attach(models[1])
+    assert sync._plug.is_stale, "the first forward outside of join drops the hook"
+    for ddp in models:
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        with ddp.join():
+            for step in range(2 * context.rank):
+                _trained(ddp, context.rank, step)
+                optimizer.step()
+    sync.detach()
+    return [torch.equal(*pair) for pair in zip(*(ddp.parameters() for ddp in models), strict=True)]
+
+
+def test_no_rank_makes_a_new_reducer_while_others_may_have_no_data() -> None:
+    """It is made together, as it broadcasts its buckets, and a rank without data does not come."""
+    for outcome in run_ranks(_joins_idle, world_size=2, timeout_seconds=40):
+        assert all(outcome.value)
+
+
 def _threads(context: RankContext) -> list[tuple[int, bool]]:
     """How many threads of Gloo all-reduce what DDP does, and whether it was connected for this model, one by one."""
     exact.ROUTE_VARIABLE = "UNSET"

@@ -640,7 +640,7 @@ class Lane:
         is_late = error is not None and _is_late(error)
         peer, seconds = self._waits.failed or (EVERYONE, self.timeout_seconds if is_late else 0.0)
         waits = ranks if peer == EVERYONE else [self.exchange.global_ranks[peer]]
-        doing = ", ".join(filter(None, (self.doing(), self._subject))) or ATTACH
+        doing = ", ".join(filter(None, (self.doing(), self._current and self._subject))) or ATTACH
         if is_late:  # Gloo closes all connections of the group itself
             ended = ()
         is_own, is_told = not is_of_a_peer(error), isinstance(error, (CorruptMessageError, PeerError))

@@ -119,9 +119,10 @@ class _Dispatcher:
     A copy of the model, which has a reducer of its own and no hook in it, carries torch's `allreduce_hook` on its list.
     """
 
-    def __init__(self, process_group: Any) -> None:
+    def __init__(self, ddp: DistributedDataParallel) -> None:
         self.__name__ = self.__qualname__ = "thinwire"  # DDP reads both
-        self.process_group = process_group
+        self.process_group: Any = ddp.process_group
+        self._model = weakref.ref(ddp)
         self.target: OnBucket | None = None
 
     def __deepcopy__(self, memo: dict[int, object]) -> Callable[..., Future[Tensor]]:
@@ -132,10 +133,21 @@ class _Dispatcher:
 
     @never_compiled
     def __call__(self, state: object, bucket: dist.GradBucket) -> Future[Tensor]:
+        """Return the future of the mean of a bucket.
+
+        Raises:
+            ThinwireError: join divides by the number of ranks that have data left. It is raised on all ranks, because
+                ranks without data come here too.
+        """
         if not isinstance(bucket, dist.GradBucket):
             raise ThinwireError(
                 "DDP called the hook without a bucket, as it does under torch._dynamo.config.optimize_ddp ="
                 ' "python_reducer": set it to "ddp_optimizer" or False'
+            )
+        if is_joining(model := self._model()) and not internals.divides_by_initial_world_size(model):
+            raise ThinwireError(
+                "join(divide_by_initial_world_size=False) divides by a number that DDP does not tell its hooks: call"
+                " model.join() without it, or build DistributedDataParallel(model) again, without thinwire"
             )
         if self.target is not None:
             return self.target(bucket)
@@ -168,7 +180,7 @@ def install(ddp: DistributedDataParallel, target: OnBucket) -> None:
         ValueError: thinwire is attached to this model already, or another communication hook is registered.
     """
     if ddp not in _dispatchers:
-        dispatcher = _Dispatcher(ddp.process_group)
+        dispatcher = _Dispatcher(ddp)
         try:
             ddp.register_comm_hook(None, dispatcher)
         except RuntimeError as error:
@@ -440,16 +452,7 @@ class DdpPlug(_PlugOfDdp):
         """Submit a bucket of DDP, which calls this in backward in the same order on all ranks.
 
         Under ``model.join()`` also outside of backward, for ranks that ran out of data.
-
-        Raises:
-            ThinwireError: join divides by the number of ranks that have data left. It is raised on all ranks, because
-                ranks without data come here too.
         """
-        if is_joining(self._model) and not internals.divides_by_initial_world_size(self._model):
-            raise ThinwireError(
-                "join(divide_by_initial_world_size=False) divides by a number that DDP does not tell its hooks: call"
-                " model.join() without it, or train this model without thinwire"
-            )
         pending = self._buckets.add(bucket)
         if self._begin():
             self.in_flight.append(pending)

@@ -74,7 +74,7 @@ def saved_indices(lookup: Any) -> Tensor | None:
     return getattr(lookup, "_saved_indices", None) if getattr(saved, "unpack_hook", saved) is None else None
 
 
-def divides_by_initial_world_size(ddp: DistributedDataParallel) -> bool:
+def divides_by_initial_world_size(ddp: DistributedDataParallel | None) -> bool:
     """Return whether ``join``, in which this is called, divides by all ranks, and not by those that have data left."""
     return getattr(ddp, "_divide_by_initial_world_size", False)
 

@@ -338,8 +338,9 @@ def _threads(context: RankContext) -> list[tuple[int, bool]]:
     """How many threads of Gloo all-reduce what DDP does, and whether it was connected for this model, one by one."""
     exact.ROUTE_VARIABLE = "UNSET"
     groups, threads = list[dist.ProcessGroup](), []
-    for layer in (nn.Embedding(9, 4, sparse=True), nn.Embedding(9, 4), nn.EmbeddingBag(9, 4, sparse=True)):
-        ddp = DistributedDataParallel(nn.Sequential(layer, nn.Linear(4, 1)))
+    layers = nn.Embedding(9, 4, sparse=True), nn.Embedding(9, 4), *(nn.EmbeddingBag(9, 4, sparse=True) for _ in "12")
+    for number, layer in enumerate(layers):
+        ddp = DistributedDataParallel(nn.Sequential(layer, nn.Linear(4, 1)), find_unused_parameters=number == 3)
         sync = thinwire.attach(ddp)
         for step in range(3):
             ddp(torch.tensor([[step, 2, 8 - context.rank]])).sum().backward()
@@ -354,7 +355,7 @@ def _threads(context: RankContext) -> list[tuple[int, bool]]:
 def test_torch_sums_sparse_gradients_one_after_the_other() -> None:
     """Two threads of Gloo write the names of their collectives to one string, whose memory both free if it is long."""
     for outcome in run_ranks(_threads, world_size=2, timeout_seconds=60):
-        assert outcome.value == [(1, True), (2, True), (1, False)]
+        assert outcome.value == [(1, True), (2, True), (1, False), (1, False)]
 
 
 def _loses_a_peer(context: RankContext, dies: bool) -> tuple[str, float]:

@@ -378,21 +378,23 @@ class _PlugOfDdp(Plug):
     def hold(self) -> Iterator[None]:
         """Return a context like `no_sync`, in which each forward gets the buffers of rank 0, as outside of it."""
         model = self._model
-        handle = model.register_forward_pre_hook(_want_buffers)
         try:
-            with model.no_sync():
+            with model.register_forward_pre_hook(_want_buffers), model.no_sync():
                 yield
         finally:
-            handle.remove()
             model.require_forward_param_sync = True
 
     def send(self) -> None:
         trained = [parameter for _, parameter in synchronized_parameters(self._model) if parameter.requires_grad]
         used = [parameter for parameter in trained if parameter.grad is not None]
-        finds_unused = self._model.find_unused_parameters
-        end = self._pass_without_work(*(used or trained[: 1 if finds_unused else None]))  # of a rank without any pass
+        for one in set(trained).difference(used).intersection(sparse_tables_of(self._model.module)):
+            one.grad = one.detach()[:0].to_sparse(1).sparse_resize_(one.shape, 1, 1)  # DDP takes no table without one
+        # once, on all ranks, as the forward does that a rank may lack
+        getattr(self._model.reducer, internals.REBUILD)()
+        # of a rank without any pass
+        end = self._pass_without_work(*(used or trained[: 1 if self._model.find_unused_parameters else None]))
         self._model.reducer.prepare_for_forward()
-        self._model.reducer.prepare_for_backward([end] if finds_unused else [])
+        self._model.reducer.prepare_for_backward([end] if self._model.find_unused_parameters else [])
         end.backward()
 
 
@@ -434,11 +436,10 @@ class DdpPlug(_PlugOfDdp):
                 parameter.grad = mean if self._model.gradient_as_bucket_view else mean.clone()
         if any(parameter.requires_grad for weak in self._frozen if (parameter := weak()) is not None):
             self._frozen = []
-            text = (
+            warn(
                 "parameters were unfrozen after DistributedDataParallel was built: it does not synchronize them, so the"
                 " models of the ranks drift apart. Build it again after unfreezing, and attach the new one"
             )
-            warn(text)
 
     def reset(self) -> None:
         self._remembered = []
@@ -572,8 +573,8 @@ class LeftToDdp(_PlugOfDdp):
     def _add_hooks(self) -> None:
         trained = [parameter for _, parameter in synchronized_parameters(self._model) if parameter.requires_grad]
         hook = weak(self._on_gradient)
-        one_suffices = not (self._model.find_unused_parameters or self._model.static_graph)  # each backward reaches any
-        first = trained[:1] if one_suffices else trained
+        # otherwise each backward reaches any
+        first = trained if self._model.find_unused_parameters or self._model.static_graph else trained[:1]
         self._handles = [parameter.register_post_accumulate_grad_hook(hook) for parameter in first]
 
     def take_in_flight(self) -> Sequence[Pending]:

@@ -334,6 +334,30 @@ def test_no_rank_makes_a_new_reducer_while_others_may_have_no_data() -> None:
         assert all(outcome.value)
 
 
+def _sends_nothing(context: RankContext, rows: str) -> None:
+    """Rank 1 makes no pass in `one_sync`, and gets the mean all the same, rows of sparse tables among it."""
+    exact.ROUTE_VARIABLE = "UNSET"
+    ddp = DistributedDataParallel(Mixed(True))
+    sync = thinwire.attach(ddp, rows)
+    for step in range(3):
+        ids = torch.randint(ROWS, (50,), generator=torch.Generator().manual_seed(step))
+        alone = Mixed(True)
+        alone(ids).backward()
+        ddp.zero_grad()
+        with sync.one_sync():
+            if context.rank == 0:
+                ddp(ids).backward()
+        for mine, one in zip(ddp.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad.to_dense(), one.grad.to_dense() / context.world_size)
+        assert ddp.module.sparse.weight.grad.is_sparse
+    sync.detach()
+
+
+@pytest.mark.parametrize("rows", ["auto", pytest.param("zen", marks=pytest.mark.slow)])
+def test_a_rank_without_any_pass_sends_no_rows_of_a_sparse_table(rows: str) -> None:
+    run_ranks(_sends_nothing, rows, world_size=2, timeout_seconds=60)
+
+
 def _threads(context: RankContext) -> list[tuple[int, bool]]:
     """How many threads of Gloo all-reduce what DDP does, and whether it was connected for this model, one by one."""
     exact.ROUTE_VARIABLE = "UNSET"

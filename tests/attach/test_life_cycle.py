@@ -490,11 +490,14 @@ def _join(context: RankContext, first_batches: int) -> None:
         if sync is not None:
             sync.detach()
     torch.testing.assert_close(*outcomes)
-    model = made("ddp")
-    thinwire.attach(model)
-    other = model.join(divide_by_initial_world_size=False)
-    with pytest.raises(thinwire.ThinwireError, match=r"call model.join\(\) without it"), other:
-        train(model, context.rank, batches)
+    for is_idle in (False, True):
+        model = made("ddp")
+        sync = thinwire.attach(model, "zen")
+        if is_idle:
+            sync.detach()
+        other = model.join(divide_by_initial_world_size=False)
+        with pytest.raises(thinwire.ThinwireError, match=r"call model.join\(\) without it"), other:
+            train(model, context.rank, batches)
 
 
 @pytest.mark.few(1)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import queue
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -20,15 +22,41 @@ from thinwire.comm import lane as lane_module
 from thinwire.comm import notes as notes_module
 from thinwire.comm.c10d import default_store, unregistered_group
 from thinwire.comm.channel import Subject
-from thinwire.comm.connections import PrivateGroup
+from thinwire.comm.connections import PrivateGroup, shut_down_groups
 from thinwire.comm.lane import Lane, private_group
-from thinwire.comm.notes import Notes
+from thinwire.comm.notes import ATTACH, Notes
 from thinwire.comm.process_group import lost_peer
 from thinwire.errors import CorruptHeaderError, LostPeerError, PeerError, ThinwireError, raising
 from thinwire.lab.testbed.launch import RankContext, run_ranks
 from thinwire.sums import lossless
 
 TIMEOUT = timedelta(seconds=30)
+
+
+class _Ends:
+    """A group that notes on which thread it ends."""
+
+    def __init__(self, threads: queue.SimpleQueue[str]) -> None:
+        self._threads = threads
+
+    def __del__(self) -> None:
+        self._threads.put(threading.current_thread().name)
+
+
+@pytest.mark.parametrize("is_shut_down", [False, True])
+def test_a_group_that_was_shut_down_ends_on_another_thread(is_shut_down: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gloo's works of it may never fail, and its end waits for them; a group that is whole ends at once."""
+    threads: queue.SimpleQueue[str] = queue.SimpleQueue()
+    has_let_go = threading.Event()
+    waits = SimpleNamespace(**{**vars(time), "sleep": lambda seconds: not has_let_go.wait(PATIENCE)})
+    monkeypatch.setattr(lane_module, "time", waits)
+    groups: list[Any] = [_Ends(threads)]
+    if is_shut_down:
+        shut_down_groups.add(groups[0])
+    lane_module.let_go(groups.pop())
+    has_let_go.set()
+    ended = threads.get(timeout=PATIENCE)
+    assert ended == ("thinwire-ending" if is_shut_down else threading.current_thread().name)
 
 
 def _begins_while_the_first_waits(context: RankContext) -> tuple[list[str], list[float]]:
@@ -286,8 +314,9 @@ def test_a_note_says_what_the_job_that_runs_is_about() -> None:
     said.append(lane._note("", None, ()).doing)
     go_on()
     second.wait()
+    said.append(lane._note("", None, ()).doing)
     lane.close()
-    assert said == ["bucket 0", "bucket 1"]
+    assert said == ["bucket 0", "bucket 1", ATTACH], "no job runs while the training thread waits for something else"
 
 
 def test_who_received_a_report_is_not_named_before_the_rank_that_sent_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -197,7 +197,7 @@ def test_a_renewed_model_has_had_no_hook() -> None:
 
 
 def test_copies_and_files_of_the_hook_are_torchs_own() -> None:
-    hook = _Dispatcher(dist.group.WORLD)
+    hook = _Dispatcher(DistributedDataParallel(Layers()))
     hook.target = unchanged
     assert copy.deepcopy(hook) is allreduce_hook
     assert pickle.loads(pickle.dumps(hook)) is allreduce_hook
@@ -210,7 +210,7 @@ def test_copies_and_files_of_the_hook_are_torchs_own() -> None:
 
 def test_a_hook_that_is_called_without_a_bucket_says_what_to_set() -> None:
     with pytest.raises(ThinwireError, match=r'python_reducer.*set it to "ddp_optimizer" or False'):
-        _Dispatcher(dist.group.WORLD)(None, torch.ones(3))  # type: ignore[arg-type]
+        _Dispatcher(DistributedDataParallel(Layers()))(None, torch.ones(3))  # type: ignore[arg-type]
 
 
 def test_a_mixed_precision_ddp_is_told_what_to_use_instead(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -149,7 +149,8 @@ def sparse_group(name: str, ranks: Sequence[int], timeout: timedelta) -> dist.Pr
     options._devices = [gloo.create_device(interface=one) for one in interfaces] or [gloo.create_default_device()]
     options._threads, options._timeout = 1, timeout
     store, rank = dist.PrefixStore(f"{name}/", default_store()), ranks.index(dist.get_rank())
-    group = _Alternating(rank, len(ranks))
+    alternating: Any = _Alternating  # torch's stubs know another constructor, which makes no group that C++ calls
+    group = alternating(rank, len(ranks))
     stores = (dist.PrefixStore(f"{turn}/", store) for turn in range(2))
     back_ends = [gloo_back_end(each, ranks, rank, options) for each in stores]
     add_back_end(group, "cpu", dist.ProcessGroup.BackendType.GLOO, back_ends[0])

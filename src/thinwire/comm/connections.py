@@ -17,6 +17,7 @@ import socket
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from weakref import WeakSet
 
 import torch.distributed as dist
 
@@ -75,6 +76,7 @@ Gather = Callable[[bytes], list[bytes]]
 
 
 _numbers = itertools.count()
+shut_down_groups = WeakSet[dist.ProcessGroup]()
 
 
 class PrivateGroup:
@@ -149,7 +151,12 @@ class PrivateGroup:
         return self.lost() & dead(self._processes)
 
     def shut_down(self) -> None:
-        """Make all pending operations of the group fail at once, on this rank and its peers; from any thread."""
+        """Make all pending operations of the group fail at once, on this rank and its peers; from any thread.
+
+        One that is in the middle of its messages may never fail: Gloo signals no error to a send that it has queued
+        behind a socket that was full or shut down (``Pair::signalException``).
+        """
+        shut_down_groups.add(self.process_group)
         for _, own in _tcp_sockets():
             with contextlib.suppress(OSError):
                 if not self._addresses.isdisjoint(_ends(own)):

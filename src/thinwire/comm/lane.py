@@ -11,6 +11,7 @@ import queue
 import re
 import secrets
 import socket
+import sys
 import threading
 import time
 import weakref
@@ -36,7 +37,16 @@ from torch.futures import Future
 from thinwire.comm.agree import gather_records
 from thinwire.comm.c10d import device_of, gloo_group, sparse_group, store_of, timeout_of
 from thinwire.comm.channel import Channel, Subject
-from thinwire.comm.connections import Connected, PrivateGroup, between, connected, dead, listens_at, packed_ends
+from thinwire.comm.connections import (
+    Connected,
+    PrivateGroup,
+    between,
+    connected,
+    dead,
+    listens_at,
+    packed_ends,
+    shut_down_groups,
+)
 from thinwire.comm.hosts import discover
 from thinwire.comm.machine import Machine, measure
 from thinwire.comm.notes import ATTACH, Note, Notes
@@ -111,6 +121,20 @@ def beside(name: str, call: Callable[[], T]) -> SimpleFuture[T]:
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return made
+
+
+def let_go(group: dist.ProcessGroup) -> None:
+    """Drop a group that C++ parts of a model still hold, which go now; one that was shut down, on another thread later.
+
+    Its end waits for works that may never fail, see `PrivateGroup.shut_down`.
+    """
+    if group in shut_down_groups and not sys.is_finalizing():  # no thread starts then
+        held = [group]
+        beside("thinwire-ending", lambda: time.sleep(LETTING_GO_SECONDS) or held.clear())
+
+
+LETTING_GO_SECONDS = 1.0
+"""Seconds after which the C++ parts of a model that is being collected are gone."""
 
 
 def _take_group(parent: dist.ProcessGroup, kind: _Kind, notes: Notes) -> PrivateGroup:
@@ -324,7 +348,10 @@ def _sleeps() -> list[object]:
 
 
 ENDING_SECONDS = 0.05
-"""Seconds that the system has to close all connections of a process that ends: the first one may be that of a lane."""
+"""Seconds that the system has to close all connections of a process that ends: the first one may be that of a lane.
+
+And that sums in flight have to end before their connections are shut down, which would leave peers waiting for ever.
+"""
 LOOK_SECONDS = 0.25
 _watch: threading.Thread | None = None
 
@@ -611,7 +638,7 @@ class Lane:
                 if own is not None and self.lost and not ended and is_of_peer:
                     time.sleep(ENDING_SECONDS)
                     ended = own.dead()
-                if not is_of_peer and self._native is not None:
+                if not is_of_peer and self._native is not None:  # so that sums end that peers take part in
                     time.sleep(ENDING_SECONDS)
                 self.notes.leave(self._note(reason, error, [self.exchange.global_ranks[rank] for rank in ended]))
                 with suppress(RuntimeError):  # no thread starts while the process exits
@@ -644,7 +671,7 @@ class Lane:
         is_late = error is not None and _is_late(error)
         peer, seconds = self._waits.failed or (EVERYONE, self.timeout_seconds if is_late else 0.0)
         waits = ranks if peer == EVERYONE else [self.exchange.global_ranks[peer]]
-        doing = ", ".join(filter(None, (self.doing(), self._subject))) or ATTACH
+        doing = ", ".join(filter(None, (self.doing(), self._current and self._subject))) or ATTACH
         if is_late:  # Gloo closes all connections of the group itself
             ended = ()
         is_own, is_told = not is_of_a_peer(error), isinstance(error, (CorruptMessageError, PeerError))

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from thinwire.comm.c10d import never_compiled
-from thinwire.comm.lane import Lane
+from thinwire.comm.lane import Lane, let_go
 from thinwire.comm.process_group import sparse_all_reduce_bytes
 from thinwire.errors import ThinwireError, warn
 from thinwire.gradients import torch_internals as internals
@@ -44,7 +44,7 @@ def keep_group(model: DistributedDataParallel, group: dist.ProcessGroup | None =
     They would wait for the group's threads with Python locked, for ever if one of these wants it to drop its last work.
     """
     for part in (model.reducer, model.logger):
-        weakref.finalize(part, id, group or model.process_group).atexit = False  # type: ignore[misc]  # in the stubs a field
+        weakref.finalize(part, let_go, group or model.process_group).atexit = False  # type: ignore[misc]  # in the stubs a field
 
 
 def check_buckets(model: DistributedDataParallel, groups: Groups) -> None:
@@ -120,9 +120,10 @@ class _Dispatcher:
     A copy of the model, which has a reducer of its own and no hook in it, carries torch's `allreduce_hook` on its list.
     """
 
-    def __init__(self, process_group: Any) -> None:
+    def __init__(self, ddp: DistributedDataParallel) -> None:
         self.__name__ = self.__qualname__ = "thinwire"  # DDP reads both
-        self.process_group = process_group
+        self.process_group: Any = ddp.process_group
+        self._model = weakref.ref(ddp)
         self.target: OnBucket | None = None
 
     def __deepcopy__(self, memo: dict[int, object]) -> Callable[..., Future[Tensor]]:
@@ -133,10 +134,21 @@ class _Dispatcher:
 
     @never_compiled
     def __call__(self, state: object, bucket: dist.GradBucket) -> Future[Tensor]:
+        """Return the future of the mean of a bucket.
+
+        Raises:
+            ThinwireError: join divides by the number of ranks that have data left. It is raised on all ranks, because
+                ranks without data come here too.
+        """
         if not isinstance(bucket, dist.GradBucket):
             raise ThinwireError(
                 "DDP called the hook without a bucket, as it does under torch._dynamo.config.optimize_ddp ="
                 ' "python_reducer": set it to "ddp_optimizer" or False'
+            )
+        if is_joining(model := self._model()) and not internals.divides_by_initial_world_size(model):
+            raise ThinwireError(
+                "join(divide_by_initial_world_size=False) divides by a number that DDP does not tell its hooks: call"
+                " model.join() without it, or build DistributedDataParallel(model) again, without thinwire"
             )
         if self.target is not None:
             return self.target(bucket)
@@ -169,7 +181,7 @@ def install(ddp: DistributedDataParallel, target: OnBucket) -> None:
         ValueError: thinwire is attached to this model already, or another communication hook is registered.
     """
     if ddp not in _dispatchers:
-        dispatcher = _Dispatcher(ddp.process_group)
+        dispatcher = _Dispatcher(ddp)
         try:
             ddp.register_comm_hook(None, dispatcher)
         except RuntimeError as error:
@@ -369,21 +381,23 @@ class _PlugOfDdp(Plug):
     def hold(self) -> Iterator[None]:
         """Return a context like `no_sync`, in which each forward gets the buffers of rank 0, as outside of it."""
         model = self._model
-        handle = model.register_forward_pre_hook(_want_buffers)
         try:
-            with model.no_sync():
+            with model.register_forward_pre_hook(_want_buffers), model.no_sync():
                 yield
         finally:
-            handle.remove()
             model.require_forward_param_sync = True
 
     def send(self) -> None:
         trained = [parameter for _, parameter in synchronized_parameters(self._model) if parameter.requires_grad]
         used = [parameter for parameter in trained if parameter.grad is not None]
-        finds_unused = self._model.find_unused_parameters
-        end = self._pass_without_work(*(used or trained[: 1 if finds_unused else None]))  # of a rank without any pass
+        for one in set(trained).difference(used).intersection(sparse_tables_of(self._model.module)):
+            one.grad = one.detach()[:0].to_sparse(1).sparse_resize_(one.shape, 1, 1)  # DDP takes no table without one
+        # once, on all ranks, as the forward does that a rank may lack
+        getattr(self._model.reducer, internals.REBUILD)()
+        # of a rank without any pass
+        end = self._pass_without_work(*(used or trained[: 1 if self._model.find_unused_parameters else None]))
         self._model.reducer.prepare_for_forward()
-        self._model.reducer.prepare_for_backward([end] if finds_unused else [])
+        self._model.reducer.prepare_for_backward([end] if self._model.find_unused_parameters else [])
         end.backward()
 
 
@@ -425,11 +439,10 @@ class DdpPlug(_PlugOfDdp):
                 parameter.grad = mean if self._model.gradient_as_bucket_view else mean.clone()
         if any(parameter.requires_grad for weak in self._frozen if (parameter := weak()) is not None):
             self._frozen = []
-            text = (
+            warn(
                 "parameters were unfrozen after DistributedDataParallel was built: it does not synchronize them, so the"
                 " models of the ranks drift apart. Build it again after unfreezing, and attach the new one"
             )
-            warn(text)
 
     def reset(self) -> None:
         self._remembered = []
@@ -443,16 +456,7 @@ class DdpPlug(_PlugOfDdp):
         """Submit a bucket of DDP, which calls this in backward in the same order on all ranks.
 
         Under ``model.join()`` also outside of backward, for ranks that ran out of data.
-
-        Raises:
-            ThinwireError: join divides by the number of ranks that have data left. It is raised on all ranks, because
-                ranks without data come here too.
         """
-        if is_joining(self._model) and not internals.divides_by_initial_world_size(self._model):
-            raise ThinwireError(
-                "join(divide_by_initial_world_size=False) divides by a number that DDP does not tell its hooks: call"
-                " model.join() without it, or train this model without thinwire"
-            )
         pending = self._buckets.add(bucket)
         if self._begin():
             self.in_flight.append(pending)
@@ -532,6 +536,8 @@ class LeftToDdp(_PlugOfDdp):
 
     def before_forward(self) -> None:
         """Drop the hook, which DDP would call with each bucket for life, if all ranks leave the model to DDP."""
+        if is_joining(self._model):  # a rank without data makes no new reducer
+            return
         self.is_stale = self._has_hook = False
         observers, self._observers = self._observers, set()
         self._settle()
@@ -571,8 +577,8 @@ class LeftToDdp(_PlugOfDdp):
     def _add_hooks(self) -> None:
         trained = [parameter for _, parameter in synchronized_parameters(self._model) if parameter.requires_grad]
         hook = partial(self._on_gradient, weakref.ref(self))
-        one_suffices = not (self._model.find_unused_parameters or self._model.static_graph)  # each backward reaches any
-        first = trained[:1] if one_suffices else trained
+        # otherwise each backward reaches any
+        first = trained if self._model.find_unused_parameters or self._model.static_graph else trained[:1]
         self._handles = [parameter.register_post_accumulate_grad_hook(hook) for parameter in first]
 
     def take_in_flight(self) -> Sequence[Pending]:

@@ -35,6 +35,7 @@ from thinwire.gradients.module import is_sharded
 
 ENGINE_FRAME = "_engine_run_backward"
 """Name of the function of torch that calls autograd's engine."""
+REBUILD = "_rebuild_buckets"
 JOIN_CONFIG = "_join_config"
 """Attribute of a DDP model whose ``enable`` says that ranks may run out of data before others."""
 graph_task: Any = getattr(torch._C, "_current_graph_task_id", None)
@@ -74,7 +75,7 @@ def saved_indices(lookup: Any) -> Tensor | None:
     return getattr(lookup, "_saved_indices", None) if getattr(saved, "unpack_hook", saved) is None else None
 
 
-def divides_by_initial_world_size(ddp: DistributedDataParallel) -> bool:
+def divides_by_initial_world_size(ddp: DistributedDataParallel | None) -> bool:
     """Return whether ``join``, in which this is called, divides by all ranks, and not by those that have data left."""
     return getattr(ddp, "_divide_by_initial_world_size", False)
 
@@ -242,7 +243,7 @@ _DDP = """
     _comm_hooks _join_config _get_active_ddp_module _build_params_for_reducer _build_debug_param_to_name_mapping
     _ddp_init_helper require_backward_grad_sync require_forward_param_sync parameters_to_ignore mixed_precision logger
     reducer.prepare_for_forward reducer.prepare_for_backward reducer._update_process_group _delay_all_reduce_params
-    bucket_bytes_cap bucket_bytes_cap_default bucket_bytes_cap_list"""
+    bucket_bytes_cap bucket_bytes_cap_default bucket_bytes_cap_list reducer._rebuild_buckets"""
 _STATE_DICT_HOOKS = "_module_to_pre_save_state_dict_hook_handle _module_to_pre_load_state_dict_hook_handle"
 _GROUPS = f"""{_STATE_DICT_HOOKS}
     _to_sharded _init_mp_dtypes _all_gather_comm _reduce_scatter_comm _all_reduce_hook _reset_sharded_params lazy_init

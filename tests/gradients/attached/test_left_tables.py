@@ -310,6 +310,56 @@ def test_an_idle_hook_has_the_bits_of_stock_and_hangs_up_for_a_rank_that_fails()
         assert seconds < LIMIT_SECONDS
 
 
+def _joins_idle(context: RankContext) -> list[bool]:
+    """Whether a model that had a hook has stock's parameters after `join`, in which rank 0 has no data."""
+    exact.ROUTE_VARIABLE = "UNSET"
+    models = [DistributedDataParallel(Mixed(True), process_group=dist.new_group()) for _ in range(2)]
+    sync = thinwire.attach(models[1], "zen")
+    for ddp in models * 2:  # torch has no zeros for a bucket of a sparse table before its second step
+        _trained(ddp, context.rank, 0)
+    sync.detach()
+    sync = thinwire.attach(models[1])
+    assert sync._plug.is_stale, "the first forward outside of join drops the hook"
+    for ddp in models:
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        with ddp.join():
+            for step in range(2 * context.rank):
+                _trained(ddp, context.rank, step)
+                optimizer.step()
+    sync.detach()
+    return [torch.equal(*pair) for pair in zip(*(ddp.parameters() for ddp in models), strict=True)]
+
+
+def test_no_rank_makes_a_new_reducer_while_others_may_have_no_data() -> None:
+    """It is made together, as it broadcasts its buckets, and a rank without data does not come."""
+    for outcome in run_ranks(_joins_idle, world_size=2, timeout_seconds=40):
+        assert all(outcome.value)
+
+
+def _sends_nothing(context: RankContext, rows: str) -> None:
+    """Rank 1 makes no pass in `one_sync`, and gets the mean all the same, rows of sparse tables among it."""
+    exact.ROUTE_VARIABLE = "UNSET"
+    ddp = DistributedDataParallel(Mixed(True))
+    sync = thinwire.attach(ddp, rows)
+    for step in range(3):
+        ids = torch.randint(ROWS, (50,), generator=torch.Generator().manual_seed(step))
+        alone = Mixed(True)
+        alone(ids).backward()
+        ddp.zero_grad()
+        with sync.one_sync():
+            if context.rank == 0:
+                ddp(ids).backward()
+        for mine, one in zip(ddp.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad.to_dense(), one.grad.to_dense() / context.world_size)
+        assert ddp.module.sparse.weight.grad.is_sparse
+    sync.detach()
+
+
+@pytest.mark.parametrize("rows", ["auto", pytest.param("zen", marks=pytest.mark.slow)])
+def test_a_rank_without_any_pass_sends_no_rows_of_a_sparse_table(rows: str) -> None:
+    run_ranks(_sends_nothing, rows, world_size=2, timeout_seconds=60)
+
+
 def _threads(context: RankContext) -> list[tuple[list[int], list[int], bool]]:
     """Threads of the back ends of DDP's group, which of them do its sums, and whether it was connected for a model."""
     exact.ROUTE_VARIABLE = "UNSET"
@@ -318,8 +368,9 @@ def _threads(context: RankContext) -> list[tuple[list[int], list[int], bool]]:
     def spied(number: int, back_end: Any) -> Any:
         return SimpleNamespace(allreduce=lambda *given: used.append(number) or back_end.allreduce(*given))
 
-    for layer in (nn.Embedding(9, 4, sparse=True), nn.Embedding(9, 4), nn.EmbeddingBag(9, 4, sparse=True)):
-        ddp = DistributedDataParallel(nn.Sequential(layer, nn.Linear(4, 1)))
+    layers = nn.Embedding(9, 4, sparse=True), nn.Embedding(9, 4), *(nn.EmbeddingBag(9, 4, sparse=True) for _ in "12")
+    for number, layer in enumerate(layers):
+        ddp = DistributedDataParallel(nn.Sequential(layer, nn.Linear(4, 1)), find_unused_parameters=number == 3)
         sync = thinwire.attach(ddp)
         assert sync._native is not None
         group: Any = sync._native.process_group
@@ -341,7 +392,12 @@ def test_torch_sums_sparse_gradients_one_after_the_other() -> None:
     """Two threads of Gloo write the names of their collectives to one string, whose memory both free if it is long."""
     turns = [0, 1] * 3  # a table, and the rest
     for outcome in run_ranks(_threads, world_size=2, timeout_seconds=60):
-        assert outcome.value == [([1, 1], turns, True), ([2], [], True), ([1, 1], turns, False)]
+        assert outcome.value == [
+            ([1, 1], turns, True),
+            ([2], [], True),
+            ([1, 1], turns, False),
+            ([1, 1], turns[:3], False),  # with find_unused_parameters tables are not torch's
+        ]
 
 
 def _loses_a_peer(context: RankContext, dies: bool) -> tuple[str, float]:

@@ -125,13 +125,20 @@ def unregistered_group(store: dist.Store, ranks: Sequence[int], rank: int, limit
 
 
 class _Alternating(dist.ProcessGroup):
-    """A group whose all-reduces go through several back ends in turn; all ranks call them in the same order."""
+    """A group whose collectives of DDP go through several back ends in turn; all ranks call them in the same order.
+
+    DDP calls these two from C++. Any other one would run with Python locked, for which a thread of Gloo can wait.
+    """
 
     turns: Iterator[Any]
 
     def allreduce(self, *tensors_and_options: Any) -> Any:  # type: ignore[override]  # one for all overloads
-        """Start an all-reduce; DDP calls this from C++."""
+        """Start an all-reduce."""
         return next(self.turns).allreduce(*tensors_and_options)
+
+    def broadcast(self, *tensors_and_options: Any) -> Any:  # type: ignore[override]
+        """Start a broadcast."""
+        return next(self.turns).broadcast(*tensors_and_options)
 
 
 def sparse_group(name: str, ranks: Sequence[int], timeout: timedelta) -> dist.ProcessGroup:

@@ -130,9 +130,11 @@ def let_go(group: dist.ProcessGroup) -> None:
     """
     if group in shut_down_groups and not sys.is_finalizing():  # no thread starts then
         held = [group]
-        beside("thinwire-ending", lambda: time.sleep(LETTING_GO_SECONDS) or held.clear())
+        ended = beside("thinwire-ending", lambda: time.sleep(LETTING_GO_SECONDS) or held.clear())
+        _ending[:] = [*(one for one in _ending if not one.done()), ended]
 
 
+_ending: list[SimpleFuture[None]] = []
 LETTING_GO_SECONDS = 1.0
 """Seconds after which the C++ parts of a model that is being collected are gone."""
 
@@ -319,6 +321,7 @@ def _end_all() -> None:
         lane.abandon()
     for lane in lanes:
         lane.join(EXIT_SECONDS)
+    wait(_ending, EXIT_SECONDS)
     _leave_python_to_gloo()
 
 

@@ -360,13 +360,17 @@ def test_a_rank_without_any_pass_sends_no_rows_of_a_sparse_table(rows: str) -> N
     run_ranks(_sends_nothing, rows, world_size=2, timeout_seconds=60)
 
 
-def _threads(context: RankContext) -> list[tuple[list[int], list[int], bool]]:
+def _threads(context: RankContext) -> list[tuple[list[int], list[tuple[int, str]], bool]]:
     """Threads of the back ends of DDP's group, which of them do its sums, and whether it was connected for a model."""
     exact.ROUTE_VARIABLE = "UNSET"
     groups, threads = list[dist.ProcessGroup](), []
 
     def spied(number: int, back_end: Any) -> Any:
-        return SimpleNamespace(allreduce=lambda *given: used.append(number) or back_end.allreduce(*given))
+        def spy(name: str, *given: Any) -> Any:
+            used.append((number, name))
+            return getattr(back_end, name)(*given)
+
+        return SimpleNamespace(allreduce=partial(spy, "allreduce"), broadcast=partial(spy, "broadcast"))
 
     layers = nn.Embedding(9, 4, sparse=True), nn.Embedding(9, 4), *(nn.EmbeddingBag(9, 4, sparse=True) for _ in "12")
     for number, layer in enumerate(layers):
@@ -374,7 +378,7 @@ def _threads(context: RankContext) -> list[tuple[list[int], list[int], bool]]:
         sync = thinwire.attach(ddp)
         assert sync._native is not None
         group: Any = sync._native.process_group
-        used: list[int] = []
+        used: list[tuple[int, str]] = []
         back_ends = list(islice(getattr(group, "turns", [back_end_of(group)]), 2))
         if len(back_ends) > 1:
             group.turns = cycle(map(spied, count(), back_ends))
@@ -390,13 +394,15 @@ def _threads(context: RankContext) -> list[tuple[list[int], list[int], bool]]:
 
 def test_torch_sums_sparse_gradients_one_after_the_other() -> None:
     """Two threads of Gloo write the names of their collectives to one string, whose memory both free if it is long."""
-    turns = [0, 1] * 3  # a table, and the rest
+    dense = [(turn, "allreduce") for turn in (0, 1, 0)]
+    step = [(turn, "allreduce") for turn in (0, 1)]  # a table, and the rest
+    turns = [*step, (0, "broadcast"), (1, "broadcast"), *step, *step]  # of rebuilt buckets
     for outcome in run_ranks(_threads, world_size=2, timeout_seconds=60):
         assert outcome.value == [
             ([1, 1], turns, True),
             ([2], [], True),
             ([1, 1], turns, False),
-            ([1, 1], turns[:3], False),  # with find_unused_parameters tables are not torch's
+            ([1, 1], dense, False),  # with find_unused_parameters tables are not torch's
         ]
 
 

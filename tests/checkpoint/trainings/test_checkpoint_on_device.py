@@ -44,9 +44,7 @@ class Holder:
     def target(self, writer: Any, encoded: Encoded) -> Target:
         return Target(writer.payload)
 
-    def publish(self, turn: Turn, encoded: Encoded, crcs: object) -> str:
-        writer = turn.writer
-        assert writer is not None
+    def publish(self, writer: Any, encoded: Encoded, crcs: object) -> str:
         self.published[writer.step] = {
             item.path: bytes(writer.payload[item.offset : item.offset + item.nbytes]) for item in encoded.slices
         }

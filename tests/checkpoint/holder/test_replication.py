@@ -37,17 +37,46 @@ from holders_of_hosts import (
 from thinwire.checkpoint.holder import faultpoint
 from thinwire.checkpoint.holder.client import HolderClient
 from thinwire.checkpoint.holder.frames import Connection, FrameKind
-from thinwire.checkpoint.holder.replication import call
+from thinwire.checkpoint.holder.replication import Grants, call
 from thinwire.checkpoint.holder.server import Holder
+from thinwire.checkpoint.holder.store import Changes
 from thinwire.checkpoint.holder.version import Manifest, ShardId, topology_digest
 from thinwire.errors import CorruptMessageError, LostPeerError, PeerError, ThinwireError
 
 TIMEOUT_SECONDS = 100.0
 
 
+class _TakesBeforeEachChange(Changes):
+    """Lets a sender take what is granted just before a trainer may change it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.taken = 0
+        self.grants: Grants | None = None
+
+    @contextlib.contextmanager
+    def change(self) -> Iterator[None]:
+        grants, self.grants = self.grants, None
+        if grants is not None:
+            self.taken = grants.take(10, lambda: False)
+        with super().change():
+            yield
+
+
+def test_bytes_that_a_sender_takes_while_more_are_granted_are_not_granted_again() -> None:
+    changed = _TakesBeforeEachChange()
+    grants = Grants(changed)
+    grants.revoke()
+    grants.add(10)
+    changed.grants = grants
+    grants.add(5)
+    assert changed.taken == 10
+    assert grants.take(100, lambda: False) == 5
+
+
 def test_a_sender_that_calls_a_lost_host_is_stopped_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trainers that start again after the loss of a host register first, and that stops the senders of before."""
-    from thinwire.checkpoint.holder.replication import Grants, Replicator
+    from thinwire.checkpoint.holder.replication import Replicator
     from thinwire.checkpoint.holder.slots import SlotSize
     from thinwire.checkpoint.holder.store import Store
     from thinwire.checkpoint.holder.version import ShardId
@@ -72,7 +101,7 @@ def test_a_sender_that_calls_a_lost_host_is_stopped_at_once(monkeypatch: pytest.
 
 def test_a_version_that_was_given_up_is_sent_when_the_peer_is_there_again() -> None:
     """And not counted as pending before: its slot may be written to."""
-    from thinwire.checkpoint.holder.replication import Grants, Replicator
+    from thinwire.checkpoint.holder.replication import Replicator
     from thinwire.checkpoint.holder.slots import SlotSize
     from thinwire.checkpoint.holder.store import Store
     from thinwire.checkpoint.holder.version import Manifest, ShardId

@@ -34,13 +34,16 @@ class Grants:
         self._unlimited = True
 
     def add(self, num_bytes: int) -> None:
-        self._set(self._bytes + num_bytes, self._unlimited)
+        with self._changed.change():
+            self._bytes += num_bytes
 
     def unlimit(self) -> None:
-        self._set(self._bytes, True)
+        with self._changed.change():
+            self._unlimited = True
 
     def revoke(self) -> None:
-        self._set(0, False)
+        with self._changed.change():
+            self._bytes, self._unlimited = 0, False
 
     def take(self, num_bytes: int, given_up: Callable[[], bool]) -> int:
         """Wait until bytes are granted and return how many to send, at most ``num_bytes``; 0 if ``given_up``."""
@@ -53,10 +56,6 @@ class Grants:
             taken = min(num_bytes, self._bytes)
             self._bytes -= taken
             return taken
-
-    def _set(self, num_bytes: int, unlimited: bool) -> None:
-        with self._changed.change():
-            self._bytes, self._unlimited = num_bytes, unlimited
 
 
 def parse_address(address: str) -> tuple[str, int]:

@@ -20,7 +20,7 @@ from thinwire.lab.testbed.launch import leave_kernels_to_ranks, preload, values_
 from thinwire.lab.testbed.rank import RankContext
 
 HOOKS = {
-    passes.Passes: ("_before_forward", "_after_forward", "begin", "_end", "_before_optimizer"),
+    passes.Passes: ("_before_forward", "_after_forward", "begin", "_end_backward", "_before_optimizer"),
     passes.Guard: ("enter",),
     ddp.LeftToDdp: ("_on_gradient",),
 }

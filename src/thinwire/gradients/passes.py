@@ -83,13 +83,13 @@ class Backward:
     def enter(self) -> bool:
         """Arrange for ``ended`` to be called; return whether a backward runs at all."""
         if self._callback() is None and graph_task() >= 0:
-            callback = partial(self._end)
+            callback = partial(self._end_backward)
             at_end_of_backward(callback)
             self._callback, self._task = weakref.ref(callback), graph_task()
         return self._callback() is not None
 
     @never_compiled
-    def _end(self) -> None:
+    def _end_backward(self) -> None:
         self._callback = NoneType
         self._ended()
 
@@ -391,7 +391,7 @@ class Passes(Backward):
         return f"step {self._completed + 1}, in {'backward' if is_backward else self._phase}"
 
     @never_compiled
-    def _end(self) -> None:
+    def _end_backward(self) -> None:
         self._callback = NoneType
         began, self._began = self._began, 0.0
         if began or self._plug.is_idle:

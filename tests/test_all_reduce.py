@@ -243,7 +243,7 @@ class _Tampered(Exchange):
 
 def _flipped(context: RankContext, at: int) -> list[str]:
     from thinwire.all_reduce import _lane_of
-    from thinwire.comm.lane import resolve_group
+    from thinwire.comm.groups import resolve_group
 
     tensor = torch.ones(64, 8)
     thinwire.sparse_all_reduce(tensor, scheme="zen")

@@ -14,7 +14,8 @@ from torch.futures import Future
 from thinwire.comm.c10d import check_names
 from thinwire.comm.channel import Subject
 from thinwire.comm.collectives import Collectives
-from thinwire.comm.lane import Group, Lane, resolve_group
+from thinwire.comm.groups import Group, resolve_group
+from thinwire.comm.lane import Lane
 from thinwire.rows.sparse import Layout, SparseRows
 from thinwire.sums.collective import CollectiveSum, NamedGradient
 from thinwire.sums.named import AUTO, ZEN, Rows, resolve

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.comm.cuda.staging import staging_for
-from thinwire.comm.lane import Group, agree_before, resolve_group, telling_peers
+from thinwire.comm.groups import Group, resolve_group
+from thinwire.comm.lane import agree_before, telling_peers
 from thinwire.compress.assign import NATIVE, Dense
 from thinwire.compress.base import Parameter
 from thinwire.gradients.compression import GradScaler, Methods, Planned, check_scaler, has_momentum

@@ -34,8 +34,9 @@ from thinwire.comm import c10d, point_to_point
 from thinwire.comm.agree import gather_bytes
 from thinwire.comm.channel import Channel, opening_bytes
 from thinwire.comm.connections import PrivateGroup
+from thinwire.comm.groups import Group, beside, cloned, resolve_group
 from thinwire.comm.hosts import host_identity
-from thinwire.comm.lane import Group, Lane, beside, cloned, resolve_group
+from thinwire.comm.lane import Lane
 from thinwire.comm.notes import Notes
 from thinwire.comm.process_group import Exchange
 from thinwire.errors import MissingPackageError, unknown

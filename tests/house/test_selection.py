@@ -33,8 +33,8 @@ IN_EVERY_RUN = {
         "tests/comm/test_sent_bytes.py::test_stats_are_what_the_interface_counts[",
     ],
     "a failure is heard by all": [
-        "tests/comm/test_failures.py::test_an_exception_in_backward_of_one_rank_reaches_all[ddp-",
-        "tests/comm/test_failures.py::test_an_exception_in_backward_of_one_rank_reaches_all[plain-",
+        "tests/comm/failing/test_hanging_up.py::test_an_exception_in_backward_of_one_rank_reaches_all[ddp-",
+        "tests/comm/failing/test_hanging_up.py::test_an_exception_in_backward_of_one_rank_reaches_all[plain-",
         "tests/comm/failing/test_named_failures.py::test_a_living_rank_that_fails_is_named_by_all_others_at_once",
         "tests/test_all_reduce.py::test_what_one_rank_does_wrong_every_rank_is_told[",
     ],

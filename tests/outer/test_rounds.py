@@ -18,7 +18,7 @@ from clocks import PATIENCE
 from loopback import LoopbackExchange
 from tests.outer.driven import Lane, Rank, on_ranks
 from thinwire import compress
-from thinwire.comm.lane import beside
+from thinwire.comm.groups import beside
 from thinwire.comm.process_group import Staging
 from thinwire.errors import MismatchError
 from thinwire.observe.step import ParameterRecords

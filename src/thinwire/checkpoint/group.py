@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from thinwire.checkpoint.holder.start import AGENT_VARIABLE
-from thinwire.comm import agree, lane
+from thinwire.comm import agree, groups
 from thinwire.comm.c10d import check_names
 from thinwire.comm.connections import PrivateGroup
-from thinwire.comm.lane import Group
+from thinwire.comm.groups import Group
 from thinwire.comm.process_group import Exchange
 from thinwire.errors import ThinwireError
 
@@ -29,7 +29,7 @@ def private_group(parent: Group, timeout: timedelta | None) -> PrivateGroup:
     It can be shut down under a thread that waits in it. Without a ``timeout`` ranks wait for each other for 30 minutes.
     """
     check_names("a checkpoint in memory", "save by torch.distributed.checkpoint")
-    return lane.private_group(parent, timeout or _TIMEOUT)
+    return groups.private_group(parent, timeout or _TIMEOUT)
 
 
 def restart_hint() -> str:

@@ -6,53 +6,34 @@ It also propagates a validation error of one rank to all ranks, which would othe
 from __future__ import annotations
 
 import atexit
-import contextlib
 import queue
 import re
-import secrets
 import socket
-import sys
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future as SimpleFuture
-from concurrent.futures import wait
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from functools import partial
-from itertools import count
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
-import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
-from torch.distributed.device_mesh import DeviceMesh
 from torch.futures import Future
 
+from thinwire.comm import groups
 from thinwire.comm.agree import gather_records
-from thinwire.comm.c10d import device_of, gloo_group, sparse_group, store_of, timeout_of
+from thinwire.comm.c10d import timeout_of
 from thinwire.comm.channel import Channel, Subject
-from thinwire.comm.connections import (
-    Connected,
-    PrivateGroup,
-    between,
-    connected,
-    dead,
-    listens_at,
-    packed_ends,
-    shut_down_groups,
-)
+from thinwire.comm.connections import PrivateGroup, listens_at
 from thinwire.comm.hosts import discover
 from thinwire.comm.machine import Machine, measure
 from thinwire.comm.notes import ATTACH, Note, Notes
 from thinwire.comm.process_group import EVERYONE, Exchange, StagedExchange, Staging, Traffic, Waits, lost_peer
 from thinwire.errors import (
-    CorruptHeaderError,
     CorruptMessageError,
     LostPeerError,
     PeerError,
@@ -66,247 +47,6 @@ from thinwire.errors import (
 
 _NAME_BYTES = 63
 T = TypeVar("T")
-Group = dist.ProcessGroup | DeviceMesh | None
-
-
-def resolve_group(process_group: Group) -> dist.ProcessGroup:
-    """Return the process group of a ProcessGroup, a one-dimensional DeviceMesh, or None for the default one.
-
-    Raises:
-        ValueError: no process group was initialized, a mesh has several dimensions, or this rank is not in it.
-    """
-    if not dist.is_available() or not dist.is_initialized():
-        raise ValueError(
-            "torch.distributed is not initialized: call torch.distributed.init_process_group() first,"
-            " and start the script with torchrun"
-        )
-    if process_group is None:
-        group = dist.group.WORLD
-        assert group is not None
-        return group
-    if isinstance(process_group, DeviceMesh):
-        if process_group.ndim != 1:
-            raise ValueError(
-                f"the DeviceMesh has {process_group.ndim} dimensions; pass one of them, such as mesh['dp']"
-            )
-        if process_group.get_coordinate() is None:
-            raise ValueError("this rank is not in the mesh: only its ranks may call this")
-        return process_group.get_group()
-    if process_group == dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError("this rank is not in the process group: only its members may call this")
-    if not isinstance(process_group, dist.ProcessGroup):
-        raise ValueError(f"process_group is {process_group!r}: pass a ProcessGroup, a DeviceMesh, or None for all")
-    return process_group
-
-
-_Kind = tuple[timedelta | None, bool]  # a timeout, and whether one collective is run after the other
-_idle_groups: WeakKeyDictionary[dist.ProcessGroup, list[PrivateGroup]] = WeakKeyDictionary()
-STORE_SECONDS = 2.0
-"""Seconds that a rank waits for a connection to the store, which takes less than one ms."""
-_NONCE_BYTES = 8
-_stores: WeakKeyDictionary[dist.ProcessGroup, dist.Store] = WeakKeyDictionary()
-_jobs: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
-_lanes_of: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
-
-
-def beside(name: str, call: Callable[[], T]) -> SimpleFuture[T]:
-    """Begin a call on a thread of its own, for one that may wait for ever for a host that is gone."""
-    made: SimpleFuture[T] = SimpleFuture()
-
-    def run() -> None:
-        try:
-            made.set_result(call())
-        except BaseException as error:
-            made.set_exception(error)
-
-    threading.Thread(target=run, name=name, daemon=True).start()
-    return made
-
-
-def let_go(group: dist.ProcessGroup) -> None:
-    """Drop a group that C++ parts of a model still hold, which go now; one that was shut down, on another thread later.
-
-    Its end waits for works that may never fail, see `PrivateGroup.shut_down`.
-    """
-    if group in shut_down_groups and not sys.is_finalizing():  # no thread starts then
-        held = [group]
-        ended = beside("thinwire-ending", lambda: time.sleep(LETTING_GO_SECONDS) or held.clear())
-        _ending[:] = [*(one for one in _ending if not one.done()), ended]
-
-
-_ending: list[SimpleFuture[None]] = []
-LETTING_GO_SECONDS = 1.0
-"""Seconds after which the C++ parts of a model that is being collected are gone."""
-
-
-def _take_group(parent: dist.ProcessGroup, kind: _Kind, notes: Notes) -> PrivateGroup:
-    """Return a Gloo group of the same ranks for one lane: one that a closed lane left, else a new one.
-
-    Groups are kept because each costs a few connections and threads, and the wait until all ranks have connected. One
-    that a rank hung up, as after a step that it did not complete, is gone for all of them. Ranks may have closed lanes
-    in different orders, so the group that was made first is the next.
-    """
-    idle = _idle_groups.setdefault(parent, [])
-    for group in sorted(idle, key=attrgetter("number")):
-        if group.lost():
-            idle.remove(group)
-            group.shut_down()
-            group.destroy()
-        elif group.kind == kind:
-            idle.remove(group)
-            return group
-    return _new_group(parent, kind, notes)
-
-
-def private_group(process_group: Group, timeout: timedelta | None) -> PrivateGroup:
-    """Return a new Gloo group of the same ranks that nothing else uses, in a collective call of them.
-
-    Args:
-        timeout: longest wait for a peer, here and in the group; None means that of ``process_group``.
-
-    Raises:
-        LostPeerError: not all ranks came within the timeout; those that did raise the same sentence.
-    """
-    parent = resolve_group(process_group)
-    return _new_group(parent, (timeout or timeout_of(parent), False), _notes_of(parent, _next_number(parent)))
-
-
-def _new_group(parent: dist.ProcessGroup, kind: _Kind, notes: Notes) -> PrivateGroup:
-    """Return a new Gloo group of the same ranks, in a collective call of them.
-
-    Ranks wait for each other in a store, where the death of a peer shows nothing, and in collectives of the parent, of
-    which only some ranks see it. So on the CPU another thread waits, and this one looks at the connections and notes.
-    Nothing is sent over the new group here: a rank that waited in it for one that failed would have nobody to tell it.
-
-    Raises:
-        LostPeerError: not all ranks came within the timeout, or one of them failed or ended meanwhile; those that came
-            raise the same sentence.
-    """
-    processes: list[list[Connected]] = []
-    try:
-        if device_of(parent).type != "cpu":
-            return _connect(parent, kind, processes, notes)
-        made = beside("thinwire-group", lambda: _connect(parent, kind, processes, notes))
-        with notes.listening() as heard:
-            while not wait([made], LOOK_SECONDS / 5).done:
-                if heard.is_set():
-                    raise _not_all_here(parent, "another rank failed, or the store is gone")
-                if lost := dead(processes):
-                    rank = dist.get_process_group_ranks(parent)[min(lost)]
-                    raise _not_all_here(parent, f"rank {rank} is gone", rank)
-        return made.result()
-    except LostPeerError as error:
-        raise _told(parent, notes, error, kind[0]) from error
-
-
-def _told(parent: dist.ProcessGroup, notes: Notes, error: LostPeerError, timeout: timedelta | None) -> LostPeerError:
-    """Leave a note that this rank did not meet the others; return the error that all raise."""
-    is_late, waits = _is_late(error), tuple({*dist.get_process_group_ranks(parent)} - {notes.rank})
-    lost = () if is_late or error.rank is None else (error.rank,)
-    seconds = (timeout or default_pg_timeout).total_seconds() if is_late else 0.0
-    notes.leave(Note(notes.rank, False, str(error), ATTACH, lost, waits, seconds, is_late))
-    return notes.truth() or error
-
-
-def _is_late(error: BaseException) -> bool:
-    return any(text in str(error).lower() for text in ("timed out", "application timeout"))
-
-
-def _not_all_here(parent: dist.ProcessGroup, why: str, lost: int | None = None) -> LostPeerError:
-    error = LostPeerError(
-        f"rank {dist.get_rank()}: not all of the {parent.size()} ranks of the process group came here within the"
-        f" timeout ({why}): attach and the like must be called on all of them"
-    )
-    error.rank = lost
-    return error
-
-
-def _connect(parent: dist.ProcessGroup, kind: _Kind, processes: list[list[Connected]], notes: Notes) -> PrivateGroup:
-    """Make the group, and append which connections of this process lead to which rank as soon as that is known."""
-    ranks = dist.get_process_group_ranks(parent)
-    timeout, for_sparse = kind
-    limit = timeout or timeout_of(parent) or default_pg_timeout
-    try:
-        name, found = _meet(parent, notes, limit)
-        processes += found
-        # Torch makes a group without a barrier, so the first ranks have all their connections while others still make
-        # theirs. If one of the first failed then and hung up, a rank that connects to a peer of it would try until the
-        # timeout. So each waits until all have sent their addresses.
-        make = partial(sparse_group if for_sparse else gloo_group, name, ranks, limit)
-        return PrivateGroup(make, lambda data: _gather(data, parent, limit), kind)
-    except RuntimeError as error:
-        raise _not_all_here(parent, str(error).splitlines()[0]) from error
-
-
-def _all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, limit: timedelta) -> None:
-    """All-reduce within the timeout of a lane: that of the group can be far longer, and not all ranks may come."""
-    work = dist.all_reduce(tensor, group=group, async_op=True)
-    assert work is not None, "lanes are made by ranks of the group"
-    work.wait(limit)
-
-
-def _gather(data: bytes, group: dist.ProcessGroup, limit: timedelta) -> list[bytes]:
-    """Gather bytes of each rank, at least one, in rank order, by all-reduces: any back end has these."""
-    device = device_of(group)
-    lengths = torch.zeros(group.size(), dtype=torch.int64, device=device)
-    lengths[group.rank()] = len(data)
-    _all_reduce(lengths, group, limit)
-    sizes = lengths.tolist()
-    for rank, size in enumerate(sizes):
-        if not 0 < size <= PrivateGroup.MAX_BYTES:
-            raise CorruptHeaderError(f"rank {dist.get_process_group_ranks(group)[rank]} announces {size:,} bytes")
-    rows = torch.zeros(group.size(), max(sizes), dtype=torch.uint8)
-    rows[group.rank(), : len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    _all_reduce(rows := rows.to(device), group, limit)
-    return [row[:size].numpy().tobytes() for row, size in zip(rows.cpu(), sizes, strict=True)]
-
-
-def _meet(parent: dist.ProcessGroup, notes: Notes, limit: timedelta) -> tuple[str, list[list[Connected]]]:
-    """Return a name for a group that only these ranks know, drawn by one, and which connections lead to which rank.
-
-    Notes begin with the first such number of a group: the store may have those of an earlier attempt of the job.
-    """
-    connections = connected()
-    records = _gather(secrets.token_bytes(_NONCE_BYTES) + packed_ends(connections), parent, limit)
-    nonce = records[0][:_NONCE_BYTES]
-    notes.begin(_jobs.setdefault(parent, int.from_bytes(nonce, "little")))
-    ends = [record[_NONCE_BYTES:] for record in records]
-    ends[parent.rank()] = b""  # connections of this process to itself
-    return f"thinwire {nonce.hex()}", between(connections, ends)
-
-
-def _next_number(parent: dist.ProcessGroup) -> int:
-    """Return the number of the next notes of a group, which all ranks count alike, whatever the store does."""
-    return next(_lanes_of.setdefault(parent, count()))
-
-
-def _notes_of(parent: dist.ProcessGroup, number: int) -> Notes:
-    """Return notes of a group, over a connection of our own: torch may wait on its own."""
-    ranks = dist.get_process_group_ranks(parent)
-    if parent not in _stores:
-        try:
-            store = store_of(parent)
-            clone = cloned(store)
-        except Exception as error:
-            logger.info("the process group has no store, so errors name no rank: %s", error)
-            return Notes(None, dist.get_rank(), ranks)
-        if clone is None:
-            return Notes(store, dist.get_rank(), ranks).without_store()
-        _stores[parent] = clone
-    store = dist.PrefixStore(f"thinwire/lane {number}", _stores[parent])
-    notes = Notes(store, dist.get_rank(), ranks)
-    if parent in _jobs:
-        notes.begin(_jobs[parent])
-    return notes
-
-
-def cloned(store: dist.Store) -> dist.Store | None:
-    """Return another connection to a store; None if its host does not answer, for which torch would wait for long."""
-    try:
-        return beside("thinwire-store", lambda: store.clone()).result(STORE_SECONDS)  # type: ignore[attr-defined]
-    except (TimeoutError, dist.DistNetworkError):
-        return None
-
 
 _running: WeakSet[Lane] = WeakSet()
 EXIT_SECONDS = 5.0
@@ -321,7 +61,7 @@ def _end_all() -> None:
         lane.abandon()
     for lane in lanes:
         lane.join(EXIT_SECONDS)
-    wait(_ending, EXIT_SECONDS)
+    groups.wait_for_ends(EXIT_SECONDS)
     _leave_python_to_gloo()
 
 
@@ -400,7 +140,7 @@ class Lane:
 
     def __init__(
         self,
-        process_group: Group | PrivateGroup = None,
+        process_group: groups.Group | PrivateGroup = None,
         timeout: timedelta | None = None,
         staging: Staging | None = None,
         notes: Notes | None = None,
@@ -417,15 +157,15 @@ class Lane:
             self._own, self._timeout = process_group, timeout
             self.notes = notes or Notes(None, 0, ())
         else:
-            parent = resolve_group(process_group)
+            parent = groups.resolve_group(process_group)
             self._parent = weakref.ref(parent)  # a lane must not keep alive a group that its owner has destroyed
             self._timeout = timeout or timeout_of(parent)
-            number = _next_number(parent)
-            self.notes = notes or _notes_of(parent, number)
+            number = groups.next_number(parent)
+            self.notes = notes or groups.notes_of(parent, number)
             with staging.selected():  # a collective of NCCL takes the current device
-                self._own = _take_group(parent, (self._timeout, False), self.notes)
+                self._own = groups.take_group(parent, (self._timeout, False), self.notes)
             if self.notes.is_silent and notes is None:  # all ranks are here, so the store was slow
-                self.notes = _notes_of(parent, number)
+                self.notes = groups.notes_of(parent, number)
         self._native: PrivateGroup | None = None
         group = self._own.process_group
         self._group: dist.ProcessGroup | None = group
@@ -441,7 +181,6 @@ class Lane:
         self.codes_values = False  # whether values of rows travel as their code where it pays; alike on all ranks
         self._broken: Exception | None = None
         self.is_broken = False  # whether it broke off, so that jobs fail
-        self._ending: list[SimpleFuture[None]] = []  # the ends of its groups, once it is broken
         self._machine: Machine | None = None
         self._is_measured = False
         self._claim = threading.Lock()
@@ -477,7 +216,7 @@ class Lane:
         if self._native is None:
             parent = self._parent()
             assert parent is not None, "the process group of this lane was destroyed"
-            self._native = _take_group(parent, (self._timeout, for_sparse), self.notes)
+            self._native = groups.take_group(parent, (self._timeout, for_sparse), self.notes)
             self.agree("who has the group of native sums", [1.0])  # else one could hang up before another has it
         return self._native.process_group
 
@@ -600,8 +339,7 @@ class Lane:
                 thread.join(LOOK_SECONDS)
             parent = self._parent()
             if parent is not None and self._group is not None and self._broken is None:
-                idle = _idle_groups.setdefault(parent, [])
-                idle += [group for group in (self._own, self._native) if group is not None]
+                groups.leave_idle(parent, filter(None, (self._own, self._native)))
                 self._own = self._native = None
         except BaseException as error:
             self.break_off(f"the end of a lane ended by {error!r}", error)
@@ -622,7 +360,6 @@ class Lane:
         if self._thread.is_alive():
             self.break_off(f"the process of rank {self.global_rank} exits")
             self._thread.join(seconds)
-        wait(self._ending, seconds)
 
     def break_off(self, reason: str, error: BaseException | None = None) -> None:
         """Stop for good, because this rank cannot do its part in what peers wait for; callable from any thread.
@@ -633,7 +370,9 @@ class Lane:
         with self._breaking:
             if self._broken is None:
                 own, is_of_peer = self._own, is_of_a_peer(error)
-                if own is not None and not (error is not None and _is_late(error)):  # then Gloo closes all of them
+                if own is not None and not (
+                    error is not None and groups.timed_out(error)
+                ):  # then Gloo closes all of them
                     self.lost = frozenset(own.lost())
                 self._broken = ThinwireError(reason)  # a new one, without a traceback: its frames would hold the group
                 self.is_broken = True
@@ -671,7 +410,7 @@ class Lane:
 
     def _note(self, reason: str, error: BaseException | None, ended: Iterable[int]) -> Note:
         ranks = [rank for rank in self.exchange.global_ranks if rank != self.notes.rank]
-        is_late = error is not None and _is_late(error)
+        is_late = groups.timed_out(error)
         peer, seconds = self._waits.failed or (EVERYONE, self.timeout_seconds if is_late else 0.0)
         waits = ranks if peer == EVERYONE else [self.exchange.global_ranks[peer]]
         doing = ", ".join(filter(None, (self.doing(), self._current and self._subject))) or ATTACH
@@ -730,7 +469,7 @@ class Lane:
         self._sequence += 1
         return channel
 
-    @contextlib.contextmanager
+    @contextmanager
     def setting_up(self) -> Iterator[None]:
         """Count what is sent inside this context as `setup`, not as traffic of gradients."""
         traffic, self.exchange.traffic = self.exchange.traffic, self.setup
@@ -808,12 +547,12 @@ class Lane:
         Those of a broken lane end on another thread: Gloo waits for works then that may never fail (see `Waits`).
         """
         self.exchange.close()
-        groups = self._groups()
-        _ = [group.destroy() for group in groups]  # no variable holds one of them afterwards
+        own = self._groups()
+        _ = [group.destroy() for group in own]  # no variable holds one of them afterwards
         self._group = self._own = self._native = None
         self._adopted.clear()
-        with suppress(RuntimeError):  # no thread starts while the process exits
-            self._ending += [beside("thinwire-ending", groups.clear)] if groups and self._broken else []
+        if own and self._broken:
+            groups.end_beside(own)
 
     def _claims(self, future: Future[Any]) -> bool:
         """Claim the future of the running job; return whether the caller, and no other thread, is to complete it."""
@@ -854,7 +593,7 @@ def lane_stats(lanes: Sequence[Lane]) -> dict[str, float]:
 
 
 @contextmanager
-def telling_peers(process_group: Group, timeout: timedelta | None) -> Iterator[None]:
+def telling_peers(process_group: groups.Group, timeout: timedelta | None) -> Iterator[None]:
     """Propagate one rank's ValueError to all ranks.
 
     It wraps checks of what ranks read for themselves, before they agree on a configuration: where this rank raises
@@ -869,7 +608,7 @@ def telling_peers(process_group: Group, timeout: timedelta | None) -> Iterator[N
 
 
 def agree_before(
-    process_group: Group, timeout: timedelta | None, description: str, staging: Staging | None = None
+    process_group: groups.Group, timeout: timedelta | None, description: str, staging: Staging | None = None
 ) -> None:
     """Agree on a description before anything is made together that only some ranks may come to.
 

@@ -25,7 +25,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from thinwire.comm.c10d import never_compiled
-from thinwire.comm.lane import Lane, let_go
+from thinwire.comm.groups import let_go
+from thinwire.comm.lane import Lane
 from thinwire.comm.process_group import sparse_all_reduce_bytes
 from thinwire.errors import ThinwireError, warn
 from thinwire.gradients import torch_internals as internals

@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from thinwire.comm.c10d import NEEDED, UNREGISTERED, check_names
-from thinwire.comm.lane import Group, telling_peers
+from thinwire.comm.groups import Group
+from thinwire.comm.lane import telling_peers
 from thinwire.compress.assign import NATIVE, Dense
 from thinwire.gradients.module import check_mesh, check_parameters, check_timeout, find_model, left_out, module_of
 from thinwire.gradients.torch_internals import needed

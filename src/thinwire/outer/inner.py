@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.comm.lane import Group, resolve_group
+from thinwire.comm.groups import Group, resolve_group
 from thinwire.comm.process_group import lost_peer
 from thinwire.errors import PeerError
 from thinwire.gradients import torch_internals as internals

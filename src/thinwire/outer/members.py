@@ -32,7 +32,8 @@ from torch.distributed.constants import default_pg_timeout
 from thinwire.comm.c10d import default_store, set_timeout, timeout_of, unregistered_group
 from thinwire.comm.channel import Draft, Subject
 from thinwire.comm.connections import PrivateGroup
-from thinwire.comm.lane import EXIT_SECONDS, Lane, beside, cloned
+from thinwire.comm.groups import beside, cloned
+from thinwire.comm.lane import EXIT_SECONDS, Lane
 from thinwire.comm.process_group import Staging
 from thinwire.errors import CorruptMessageError, LostPeerError, MismatchError, ThinwireError, logger, told
 from thinwire.gradients.steps.state import packed, unpacked

@@ -24,7 +24,8 @@ from torch import nn
 from thinwire.comm.agree import gather_json
 from thinwire.comm.c10d import NEEDED, UNREGISTERED, check_names
 from thinwire.comm.channel import Subject
-from thinwire.comm.lane import Group, Lane, resolve_group
+from thinwire.comm.groups import Group, resolve_group
+from thinwire.comm.lane import Lane
 from thinwire.errors import CorruptMessageError, MismatchError, ThinwireError, logger, told
 from thinwire.outer.members import Members, Roll, hand_over
 from thinwire.reproducible.digests import digest, of_arithmetic, of_state

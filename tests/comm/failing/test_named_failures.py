@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from thinwire.comm import lane
+from thinwire.comm import groups, lane
 from thinwire.comm.c10d import default_store
 from thinwire.comm.channel import Subject
 from thinwire.errors import LostPeerError, raising
@@ -134,8 +134,8 @@ def _dies(context: RankContext, kind: str, how: str, victim: int, directory: str
         if kind == "attach" and context.rank == victim:
             _ends(how)
         if kind == "second group" and context.rank == victim:
-            take, calls = lane._take_group, iter((True, False))
-            lane._take_group = lambda *known: take(*known) if next(calls) else _ends(how)
+            take, calls = groups.take_group, iter((True, False))
+            groups.take_group = lambda *known: take(*known) if next(calls) else _ends(how)
         if kind == "first job" and context.rank == victim:  # behind it is that of the agreement
             lane.discover = lambda exchange: _ends(how)  # type: ignore[assignment]
         thinwire.attach(model, "zen" if tables else "auto", timeout=limit)
@@ -316,9 +316,9 @@ def test_a_collective_of_fsdp_behind_the_end_of_a_lane_names_who_ended_it() -> N
 def _answers_late(context: RankContext, silences: int) -> list[int | None]:
     """The store does not answer rank 1 in time for a while; rank 2 fails, and in the next lane rank 0."""
     named: list[int | None] = []
-    cloned, calls = lane.cloned, count()
+    cloned, calls = groups.cloned, count()
     if context.rank == 1:
-        lane.cloned = lambda store: None if next(calls) < silences else cloned(store)
+        groups.cloned = lambda store: None if next(calls) < silences else cloned(store)
     for victim in (2, 0):
 
         def job(own: lane.Lane, victim: int = victim) -> None:

@@ -194,7 +194,7 @@ def test_on_a_link_the_wire_time_dominates() -> None:
 
 def _send_by_two_levels(context: RankContext) -> tuple[int, list[int]]:
     from thinwire.all_reduce import _lane_of
-    from thinwire.comm.lane import resolve_group
+    from thinwire.comm.groups import resolve_group
 
     indices = torch.arange(context.rank % 2, 8000, 2)[None]
     gradient = torch.sparse_coo_tensor(indices, torch.ones(4000, 64), (8000, 64), check_invariants=False)

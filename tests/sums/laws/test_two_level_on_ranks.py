@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire
 from references.between_hosts import between_hosts_bytes
 from thinwire.all_reduce import _lane_of
+from thinwire.comm.groups import resolve_group
 from thinwire.comm.hosts import HOST_VARIABLE, ranks_of_hosts
-from thinwire.comm.lane import resolve_group
 from thinwire.comm.process_group import Traffic
 from thinwire.lab.ledger import sent_bytes
 from thinwire.lab.testbed.launch import RankContext, run_ranks

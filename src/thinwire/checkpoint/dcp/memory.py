@@ -54,7 +54,7 @@ from thinwire.checkpoint.state.decode import unflatten
 from thinwire.checkpoint.state.encode import Encoded, StateEncoder
 from thinwire.checkpoint.state.layout import DTYPES, StateLayout, write
 from thinwire.checkpoint.state.sharding import narrow
-from thinwire.comm.lane import Group
+from thinwire.comm.groups import Group
 from thinwire.errors import CorruptMessageError, ThinwireError
 
 STATE = "dcp"  # in the layout's ``about``, where a Checkpointer has the digest of its model

@@ -27,7 +27,8 @@ from thinwire import kernels
 from thinwire.comm.c10d import never_compiled
 from thinwire.comm.collectives import Collectives
 from thinwire.comm.connections import PrivateGroup
-from thinwire.comm.lane import Lane, private_group
+from thinwire.comm.groups import private_group
+from thinwire.comm.lane import Lane
 from thinwire.comm.process_group import reduce_scatter_bytes
 from thinwire.errors import CorruptMessageError, LostPeerError, MismatchError, PeerError
 from thinwire.gradients import torch_internals as internals

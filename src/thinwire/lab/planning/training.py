@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from thinwire import __version__, kernels
 from thinwire.comm.agree import broadcast_json, gather_json, gather_numbers
-from thinwire.comm.lane import Group, Lane
+from thinwire.comm.groups import Group
+from thinwire.comm.lane import Lane
 from thinwire.compress.base import Parameter
 from thinwire.gradients.tables import tables_of
 from thinwire.lab.planning import cache

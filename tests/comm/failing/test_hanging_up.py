@@ -12,7 +12,6 @@ import time
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +21,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-import thinwire.comm.lane as lane_module
 from thinwire.comm.channel import Subject
 from thinwire.comm.lane import LOOK_SECONDS, Lane
 from thinwire.comm.process_group import EVERYONE, Exchange, Stream
@@ -432,29 +430,3 @@ def test_a_rank_that_attaches_again_alone_is_an_error_and_ends_no_process() -> N
     texts = [outcome.value for outcome in outcomes]
     ways = "made another call", "made a different call", "failed in"
     assert all("rank" in text and any(way in text for way in ways) for text in texts), texts
-
-
-def _connects_late(context: RankContext, directory: str) -> bool:
-    """Rank 0 takes longer to make the group of a lane; whether it had it when this rank went on."""
-    late = Path(directory) / "late"
-    make = lane_module.gloo_group
-
-    def slowly(*args: Any) -> Any:
-        group = make(*args)
-        if context.rank == 0:
-            threading.Event().wait(1.0)
-            late.touch()
-        return group
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lane_module, "gloo_group", slowly)
-        group = lane_module.private_group(None, TIMEOUT)
-    was_there = late.exists()
-    group.destroy()
-    dist.barrier()
-    return was_there
-
-
-def test_no_rank_goes_on_before_all_are_connected(tmp_path: Path) -> None:
-    """One that fails and hangs up earlier has others connect to each other in vain, until the timeout."""
-    assert all(outcome.value for outcome in run_ranks(_connects_late, str(tmp_path), world_size=3))

@@ -267,8 +267,7 @@ def notes_of(parent: dist.ProcessGroup, number: int) -> Notes:
     ranks = dist.get_process_group_ranks(parent)
     if parent not in _stores:
         try:
-            store = store_of(parent)
-            clone = cloned(store)
+            clone = cloned(store := store_of(parent))
         except Exception as error:
             logger.info("the process group has no store, so errors name no rank: %s", error)
             return Notes(None, dist.get_rank(), ranks)

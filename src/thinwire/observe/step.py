@@ -21,6 +21,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import wraps
+from itertools import accumulate, pairwise
 from typing import Any, Literal, ParamSpec, TypeVar
 
 from torch.autograd import profiler
@@ -63,9 +64,7 @@ def ranged(name: Name) -> Callable[[Callable[P, R]], Callable[P, R]]:
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            if not enabled():
-                return function(*args, **kwargs)
-            with profiler.record_function(f"thinwire::{name}"):
+            with named(name):
                 return function(*args, **kwargs)
 
         return call
@@ -279,10 +278,6 @@ class StepTimes:
         """Seconds from the start of backward until the last mean was known."""
         return self.ended - self.started
 
-    def ready_seconds(self, name: str) -> float:
-        """Return the seconds from the start of backward until the gradient was ready."""
-        return self.moment(name) - self.started
-
     def moment(self, name: str) -> float:
         """Return the time when a gradient was ready; for one that was not used, when the last of the others was."""
         return self.ready.get(name, max(self.ready.values(), default=self.started))
@@ -358,8 +353,4 @@ def median_of_slowest(gathered: Sequence[Sequence[float]], count: int) -> list[f
 
 def differences(moments: Sequence[float], start: float = 0.0) -> tuple[float, ...]:
     """Return the time from each moment to the next, at least 0: medians of two gradients can be out of order."""
-    result = []
-    for moment in moments:
-        result.append(max(0.0, moment - start))
-        start = max(start, moment)
-    return tuple(result)
+    return tuple(after - before for before, after in pairwise(accumulate(moments, max, initial=start)))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
+from itertools import chain, combinations
 
 import numpy as np
 
@@ -43,7 +43,9 @@ class JobCosts:
         """
         design = np.array([_counted(load) for load in loads], np.float64) / np.array(seconds, np.float64)[:, None]
         best, costs = math.inf, np.zeros(design.shape[1])
-        for chosen in _subsets(np.flatnonzero(design.any(0)).tolist()):
+        columns = np.flatnonzero(design.any(0)).tolist()
+        sizes = range(1, len(columns) + 1)  # small ones first, so that a cost that adds nothing stays 0
+        for chosen in chain.from_iterable(combinations(columns, size) for size in sizes):
             part, *_ = np.linalg.lstsq(design[:, chosen], np.ones(len(design)), rcond=None)
             error = float(np.square(design[:, chosen] @ part - 1.0).sum())
             if (part >= 0.0).all() and error < best - _NO_BETTER:
@@ -78,7 +80,7 @@ class Measured:
 
     @classmethod
     def of(cls, gradients: Sequence[Load], steps: Sequence[StepTimes]) -> Measured:
-        ready = [step.ready_seconds(gradient.name) for step in steps for gradient in gradients]
+        ready = [step.moment(gradient.name) - step.started for step in steps for gradient in gradients]
         jobs = [[job for job in step.jobs if job.load.size_bytes > 0] for step in steps]
         seconds = [job.seconds for of_step in jobs for job in of_step]
         loads = tuple(tuple(job.load for job in of_step) for of_step in jobs)
@@ -131,9 +133,3 @@ def _counted(load: Load) -> tuple[float, ...]:
     """Return the counts of a load in the order of the fields of `JobCosts`."""
     exact, compressed = float(load.exact_bytes > 0), float(load.compressed_bytes > 0)
     return 1.0, exact, compressed, load.exact_bytes, load.compressed_bytes, load.num_compressed
-
-
-def _subsets(columns: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Yield subsets, small ones first, so that a cost that adds nothing stays 0."""
-    for size in range(1, len(columns) + 1):
-        yield from combinations(columns, size)

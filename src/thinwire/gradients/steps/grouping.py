@@ -165,12 +165,9 @@ class Following:
     def gradients(self) -> list[Load]:
         """Return the load of each gradient, in the order in which they become ready."""
         assert self._hooks is not None
-        loads = []
-        for index in self._order():
-            name, num_bytes = self._hooks.trained[index].name, self._hooks.trained[index].local.nbytes
-            is_compressed = self._compressed is not None and self._compressed.takes(name)
-            loads.append(Load(name, 0, num_bytes, 1) if is_compressed else Load(name, num_bytes))
-        return loads
+        takes = self._compressed.takes if self._compressed is not None else lambda name: False
+        sizes = {one.name: one.local.nbytes for one in map(self._hooks.trained.__getitem__, self._order())}
+        return [Load(name, 0, size, 1) if takes(name) else Load(name, size) for name, size in sizes.items()]
 
     @property
     def _planned(self) -> Groups | None:

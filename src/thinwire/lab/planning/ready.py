@@ -415,7 +415,7 @@ class StepWatch:
         if not (was_step and synchronized):
             return
         forward = sum(times.started - times.began for times in synchronized)
-        ready = [statistics.fmean(times.ready_seconds(name) for times in synchronized) for name in self.names]
+        ready = [statistics.fmean(times.moment(name) - times.started for times in synchronized) for name in self.names]
         total = sum(times.ended - times.began for times, _ in passes)
         end = total - (len(synchronized) - 1) * max(ready)
         self._steps.append([forward, *(forward + seconds for seconds in ready), end])

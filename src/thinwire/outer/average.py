@@ -17,7 +17,7 @@ from thinwire.comm.channel import Subject, opening_bytes
 from thinwire.comm.lane import Lane
 from thinwire.comm.process_group import Staging
 from thinwire.compress.assign import NATIVE, Dense, assign
-from thinwire.compress.base import Memory, Parameter
+from thinwire.compress.base import Parameter
 from thinwire.compress.methods.sign import SignSGD
 from thinwire.compress.state import owe
 from thinwire.compress.wrappers import core_of
@@ -150,8 +150,8 @@ class Averager:
     @property
     def remembers(self) -> bool:
         """Whether what is not sent is remembered and sent later, which outer momentum would count several times."""
-        plans = () if self._compressed is None else self._compressed.plans.values()
-        return any(plan.compressor.memory is Memory.OWN for plan in plans)
+        memories = [] if self._compressed is None else [self._compressed.memories]
+        return any(one.outstanding(name) is not None for one in memories for name in one.plans)
 
     def is_table(self, name: str) -> bool:
         """Return whether a parameter travels as rows."""

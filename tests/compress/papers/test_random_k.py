@@ -11,6 +11,7 @@ from tests.compress.sparsified import gradient_of, sent_by
 from thinwire import compress
 from thinwire.compress import bf16
 from thinwire.compress.base import Compressor, Memory, Parameter, Payload, Summable
+from thinwire.compress.memory import with_memory
 from thinwire.compress.methods.sparsify import Sparsifier
 
 
@@ -76,9 +77,22 @@ def test_every_element_is_drawn_equally_often(size: int, density: float) -> None
 def test_random_k_is_unbiased() -> None:
     """The mean of many draws is the gradient, within 4 sigma at each element that a scaled coin flip has."""
     parameter, compressor = Parameter("weight", (40,)), compress.random_k(0.25, unbiased=True)
-    assert compressor.memory is Memory.UNBIASED
+    assert compressor.memory is Memory.OWN
     gradient, state, total, draws = torch.randn(40), compressor.init(parameter), torch.zeros(40), 10_000
     for _ in range(draws):
         compressor.add(compressor.compress(gradient, parameter, state), parameter, total)
     sigma = gradient.abs() * math.sqrt((1 / 0.25 - 1) / draws)
     assert bool(((total / draws - gradient).abs() <= 4 * sigma).all())
+
+
+@pytest.mark.parametrize("values", [bf16(), compress.int8()], ids=["bf16", "int8"])
+def test_no_memory_is_put_around_scaled_values(values: Compressor) -> None:
+    """It would keep what the scaling adds: minus nine times the value, and minus nine times that in the next step."""
+    parameter, compressor = Parameter("weight", (1000,)), compress.random_k(0.1, unbiased=True, values=values)
+    attached, gradient = with_memory(compressor), torch.ones(1000)
+    state = attached.init(parameter)
+    for _ in range(30):
+        sent = attached.decompress(attached.compress(gradient, parameter, state), parameter)
+        assert float(sent.abs().max()) < 10.1
+    with pytest.raises(ValueError, match="leave error_feedback out"):
+        compress.error_feedback(compressor)

@@ -40,8 +40,7 @@ class RandomK(DensitySelector):
 
     @property
     def memory(self) -> Memory:
-        is_exact = self.values is None or self.values.memory is Memory.UNBIASED
-        return Memory.UNBIASED if self.unbiased and is_exact else Memory.NEEDED
+        return Memory.OWN if self.unbiased else Memory.NEEDED  # what is scaled must not be remembered
 
     def init(self, parameter: Parameter) -> State:
         return {**super().init(parameter), "step": 0, "ids": torch.empty(0, dtype=torch.int64)}
@@ -113,8 +112,8 @@ def random_k(
     Args:
         density: k / numel, in (0, 1].
         seed: the same on all ranks.
-        unbiased: whether to scale values by numel / k, so that their expectation is the gradient. For use without
-            error feedback, which would add up what the scaling subtracts.
+        unbiased: whether to scale values by numel / k, so that their expectation is the gradient. Error feedback, which
+            would add up what the scaling subtracts, is refused then; what a code of values loses is lost.
         values: code of the selected values; payloads add up only with a summable code, such as ``bf16()``.
 
     Raises:

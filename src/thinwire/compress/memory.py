@@ -210,7 +210,7 @@ class MomentumCorrection(Wrapper):
 
     def compress(self, gradient: Tensor, parameter: Parameter, state: State) -> Payload:
         momentum, velocity = state["momentum"], state["velocity"]
-        gradient = self._clipped(gradient)
+        gradient = clipped(self, gradient)
         if self.nesterov:
             momentum.add_(gradient).mul_(self.momentum)
             velocity.add_(momentum).add_(gradient)
@@ -224,11 +224,13 @@ class MomentumCorrection(Wrapper):
             momentum.view(-1).index_fill_(0, payload.parts[0], 0.0)
         return payload
 
-    def _clipped(self, gradient: Tensor) -> Tensor:
-        if self.clip_norm is None:
-            return gradient
-        norm = float(torch.linalg.vector_norm(gradient))
-        return gradient * (self.clip_norm / norm) if norm > self.clip_norm else gradient
-
 
 momentum_correction = MomentumCorrection
+
+
+def clipped(compressor: Compressor, gradient: Tensor) -> Tensor:
+    """Return a gradient as momentum correction clips it: where pieces are compressed apart, before it is cut."""
+    if isinstance(compressor, MomentumCorrection) and compressor.clip_norm is not None:
+        norm = float(torch.linalg.vector_norm(gradient))
+        return gradient * (compressor.clip_norm / norm) if norm > compressor.clip_norm else gradient
+    return clipped(compressor.inner, gradient) if isinstance(compressor, Wrapper) else gradient

@@ -8,11 +8,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
-from loopback import run_ranks
+from loopback import LoopbackExchange, run_ranks
 from tests.compress.reductions.averaged import COMPRESSORS, MATRICES, gradient_of, peers_of, train
 from thinwire import compress
-from thinwire.compress.base import Identity, Parameter
+from thinwire.compress.base import Compressor, Identity, Parameter
 from thinwire.compress.memory import ErrorFeedback, MomentumCorrection, with_memory
 from thinwire.compress.reductions.base import Stopwatch, Task
 from thinwire.compress.reductions.two_shot import ReduceScatter, TwoShot, pieces, server_side
@@ -99,3 +100,32 @@ def test_what_needs_the_whole_gradient_is_refused() -> None:
         TwoShot().check(with_memory(COMPRESSORS["atomo"]), MATRICES[0])
     with pytest.raises(ValueError, match=r"cannot be sent in two shots \(parameter 'a.weight'\)"):
         ReduceScatter().check(COMPRESSORS["power_sgd"], MATRICES[0])
+
+
+@pytest.mark.parametrize("exchange", ["two_shot", "auto"])
+@pytest.mark.parametrize("values", [None, compress.qsgd(8)], ids=["plain", "qsgd"])
+def test_owners_do_not_scale_again_what_workers_have_scaled(exchange: str, values: Compressor | None) -> None:
+    """Each element that is sent is four times the mean, of which a quarter is sent."""
+    compressor, parameter = compress.random_k(0.25, unbiased=True, values=values), Parameter("a", (64,))
+    outcomes = run_ranks(
+        4, lambda network: train(network, compressor, exchange, [parameter], 2, lambda *_: torch.ones(64))
+    )
+    for (result,) in outcomes[0].get().results:
+        assert result.mean.unique().tolist() == [0.0, 4.0]
+        assert float(result.mean.mean()) == 1.0
+
+
+@pytest.mark.parametrize("reduction", [TwoShot(), ReduceScatter()], ids=lambda each: each.name)
+def test_a_gradient_is_clipped_as_a_whole(reduction: TwoShot) -> None:
+    """Its pieces are not clipped each to the norm that all of it may have."""
+    compressor = compress.warm_up(MomentumCorrection(compress.top_k(1.0), 0.5, clip_norm=1.0), 0, 1.0)
+    parameter = Parameter("a", (4, 4))
+
+    def run(network: LoopbackExchange) -> Tensor:
+        state = reduction.init(compressor, parameter, network.rank, 4)
+        task = Task(compressor, parameter, torch.ones(4, 4), state)
+        return reduction.run([task], peers_of(network, 0), Stopwatch())[0].mean
+
+    for rank, outcome in enumerate(run_ranks(4, run)):
+        mine = outcome.get()[rank] if isinstance(reduction, ReduceScatter) else outcome.get()
+        assert mine.unique().tolist() == [0.25]

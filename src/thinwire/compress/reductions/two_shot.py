@@ -9,7 +9,8 @@ from torch import Tensor
 
 from thinwire.compress import packing
 from thinwire.compress.base import Compressor, Parameter, State, WholeTensor
-from thinwire.compress.memory import ErrorFeedback, MomentumCorrection, with_memory
+from thinwire.compress.memory import ErrorFeedback, MomentumCorrection, clipped, with_memory
+from thinwire.compress.papers.random_k import RandomK
 from thinwire.compress.reductions import messages
 from thinwire.compress.reductions.all_gather import check_decodes_alone, encoded
 from thinwire.compress.reductions.base import Arrived, Peers, Phase, Plan, Reduction, Result, Stopwatch, Task
@@ -103,7 +104,8 @@ class _Shots:
     def push(self) -> list[Tensor]:
         """Return the message for each owner: this rank's payload of its piece of each gradient."""
         with self._stopwatch.phase(Phase.COMPRESS):
-            return [packing.join(self._packed_for(owner)) for owner in range(self._world_size)]
+            gradients = [clipped(task.compressor, task.gradient).view(-1) for task in self._tasks]
+            return [packing.join(self._packed_for(owner, gradients)) for owner in range(self._world_size)]
 
     def means(self, arrived: Sequence[Arrived]) -> list[Tensor]:
         """Return the mean of this rank's own piece of each gradient."""
@@ -132,11 +134,11 @@ class _Shots:
             decoded = messages.read(sums, _decoded, self.pulled)
             return [self._result(index, [of_owner[index] for of_owner in decoded]) for index in range(len(self._tasks))]
 
-    def _packed_for(self, owner: int) -> list[Tensor]:
+    def _packed_for(self, owner: int, gradients: Sequence[Tensor]) -> list[Tensor]:
         packed = []
         for index, (task, (compressor, piece)) in enumerate(zip(self._tasks, self.pushed[owner], strict=True)):
             start, stop = span(task.parameter.numel, owner, self._world_size)
-            gradient, state = task.gradient.view(-1)[start:stop], task.state["pieces"][str(owner)]
+            gradient, state = gradients[index][start:stop], task.state["pieces"][str(owner)]
             data, density = encoded(compressor, piece, gradient, state)
             packed.append(data)
             self._sent_bytes[index] += data.numel()
@@ -172,6 +174,8 @@ def pieces(parameter: Parameter, world_size: int) -> list[Parameter]:
 def _bare(compressor: Compressor) -> Compressor:
     if isinstance(compressor, (ErrorFeedback, MomentumCorrection)):
         return _bare(compressor.inner)
+    if isinstance(compressor, RandomK):
+        return replace(compressor, unbiased=False)  # owners draw the same elements, which workers have scaled
     if not isinstance(compressor, Wrapper):
         return compressor
     return replace(compressor, inner=_bare(compressor.inner))

@@ -54,6 +54,16 @@ def test_redistribution_conserves_the_mean_memory(exchange: str, name: str, worl
             check_fits(state["compress"]["states"][parameter.name], fresh, parameter.name)
 
 
+@pytest.mark.parametrize("world_size", [2, 5])
+def test_owners_draw_apart_from_workers_after_a_redistribution(world_size: int) -> None:
+    """Else an owner rounds a mean up where it has rounded its own part of that up."""
+    ranks = [o.get() for o in run_ranks(3, lambda network: train(network, COMPRESSORS["qsgd"], "two_shot", MATRICES))]
+    for rank, state in enumerate(redistribute(states_of(ranks), world_size)):
+        dealt = state["compress"]["states"][MATRICES[0].name]
+        assert {piece["salt"] for piece in dealt["pieces"].values()} == {rank}
+        assert dealt["server"]["salt"] == world_size + rank
+
+
 def test_redistribution_refuses_what_is_not_all_ranks_of_one_run() -> None:
     ranks = [
         o.get() for o in run_ranks(2, lambda network: train(network, COMPRESSORS["top_k"], "all_gather", MATRICES))

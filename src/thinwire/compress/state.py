@@ -107,7 +107,7 @@ def _dealt(states: Sequence[State], world_size: int) -> list[State]:
     def of_rank(rank: int) -> State:
         own = _merged(whole, _mean, rank)
         pieces = {str(owner): _cut(own, owner, world_size, rank) for owner in range(world_size)}
-        return {"pieces": pieces, "server": _cut(server, rank, world_size, rank)}
+        return {"pieces": pieces, "server": _cut(server, rank, world_size, world_size + rank)}
 
     return [of_rank(rank) for rank in range(world_size)]
 
@@ -119,16 +119,12 @@ def _merged(states: Sequence[State], merge: Callable[[list[Any], int], Any], ran
 
 def _mean(entries: list[Any], rank: int) -> Any:
     """Return an equal entry, the mean of real entries, or one of other entries, taken in turn."""
-    first = entries[0]
-    if isinstance(first, Tensor):
-        if all(torch.equal(first, entry) for entry in entries):
-            return first.clone()
-        if first.is_floating_point():
-            return torch.stack([entry.to(torch.float64) for entry in entries]).mean(0).to(first.dtype)
-        return entries[rank % len(entries)].clone()
-    if all(entry == first for entry in entries):
-        return first
-    return sum(entries) / len(entries) if isinstance(first, float) else entries[rank % len(entries)]
+    one = entries[rank % len(entries)]
+    if isinstance(one, Tensor):
+        is_mean = one.is_floating_point() and not all(torch.equal(one, entry) for entry in entries)
+        return torch.stack([entry.double() for entry in entries]).mean(0).to(one.dtype) if is_mean else one.clone()
+    is_mean = isinstance(one, float) and any(entry != one for entry in entries)
+    return sum(entries) / len(entries) if is_mean else one
 
 
 def _joined(entries: list[Any], rank: int) -> Any:

@@ -55,15 +55,18 @@ def test_all_of_a_dtype_is_one_ring() -> None:
     assert ring_all_reduce_bytes(8, 3) != 2 * ring_all_reduce_bytes(4, 3)
 
 
-def test_means_in_half_the_bytes_are_scaled_before_they_are_added() -> None:
-    """Sums of what float16 just holds would overflow."""
+@pytest.mark.parametrize("world_size", [3, 4, 5])
+def test_means_in_half_the_bytes_are_scaled_before_they_are_added(world_size: int) -> None:
+    """Sums of what float16 just holds would overflow; of thirds that were rounded up, too."""
     most = torch.finfo(torch.float16).max
 
     def gradient(parameter: Parameter, rank: int, step: int) -> Tensor:
         return torch.full(parameter.shape, most)
 
     compressor = COMPRESSORS["fp16"]
-    outcomes = run_ranks(4, lambda network: train(network, compressor, "all_reduce", [MATRICES[1]], 1, gradient))
+    outcomes = run_ranks(
+        world_size, lambda network: train(network, compressor, "all_reduce", [MATRICES[1]], 1, gradient)
+    )
     for outcome in outcomes:
         assert torch.equal(outcome.get().results[0][0].mean, torch.full(MATRICES[1].shape, most))
 

@@ -107,6 +107,8 @@ def _averaged(payloads: dict[int, Payload], peers: Peers, stopwatch: Stopwatch) 
         if code is None:
             with stopwatch.phase(Phase.EXCHANGE):
                 peers.all_reduce(flat)
+            if dtype.itemsize == 2:  # parts that were rounded up can add up to more than the dtype has
+                flat.clamp_(torch.finfo(dtype).min, torch.finfo(dtype).max)
         else:
             plan = _parts_plan(code, flat.numel(), dtype)
             state = TwoShot().init(*plan, peers.rank, peers.world_size)

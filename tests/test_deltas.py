@@ -98,6 +98,16 @@ def test_tied_weights_and_views_change_once() -> None:
     assert torch.equal(model[0].weight, new["0.weight"])
 
 
+@pytest.mark.parametrize("other", [1.0, 2.0])
+def test_tied_weights_that_a_delta_changes_apart_change_nothing(other: float) -> None:
+    """A model whose weights are tied cannot be one that has untied them, whether one of the two has changed or both."""
+    state = dict.fromkeys(("head", "table"), torch.ones(5))
+    delta = deltas.encode(state, {"head": torch.full((5,), 3.0), "table": torch.full((5,), other)})
+    with pytest.raises(ValueError, match="'table' shares memory with a tensor of other bits behind the delta"):
+        deltas.apply(state, delta)
+    assert bits(state) == bits({"head": torch.ones(5), "table": torch.ones(5)})
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_a_delta_that_was_altered_or_cut_changes_nothing(seed: int) -> None:
     old = state_of(0, [torch.float32, torch.int64], [(20, 5), (30,)])

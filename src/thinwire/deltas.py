@@ -73,15 +73,18 @@ def apply(state: Mapping[str, Tensor], delta: bytes) -> None:
         CorruptMessageError: the delta was truncated or altered.
         MismatchError: the state is not the one that the delta was made from.
         TypeError: a value is no dense tensor.
-        ValueError: elements of a tensor to change share memory.
+        ValueError: elements of a tensor to change share memory, or tensors that the delta makes different do.
     """
     rows, body = _parse(delta)
     _check_alike({name: [dtype, shape] for name, dtype, shape, *_ in rows}, state)
     changed: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
+    ends: dict[tuple[Any, ...], str] = {}
     for name, _dtype, _shape, count, before, after, sizes in rows:
         words = _words(state[name])
         if _digest(words) != before:
             raise MismatchError(f"{name!r} has other bits than the tensor that the delta was made from")
+        if ends.setdefault(_memory(state[name]), after) != after:
+            raise ValueError(f"{name!r} shares memory with a tensor of other bits behind the delta: untie them first")
         codes = [body.pop(0) for _ in sizes]
         if not count:
             continue
@@ -131,11 +134,8 @@ def _check_alike(expected: Mapping[str, list[Any]], given: Mapping[str, Tensor])
         if name not in given or name not in expected:
             raise MismatchError(f"{name!r} is in one of the two states only")
         if (found := _described(name, given[name])) != expected[name]:
-            raise MismatchError(f"{name!r} is {_named(*found)}, and {_named(*expected[name])} in the other state")
-
-
-def _named(dtype: str, shape: list[int]) -> str:
-    return f"{dtype} {shape}"
+            here, there = (" ".join(map(str, one)) for one in (found, expected[name]))
+            raise MismatchError(f"{name!r} is {here}, and {there} in the other state")
 
 
 def _memory(tensor: Tensor) -> tuple[Any, ...]:

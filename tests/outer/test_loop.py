@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
@@ -361,6 +362,17 @@ def _steps_that_count(context: RankContext) -> None:
             assert is_same_on_all_ranks(model) == (number == 2)
         assert sync.stats()["outer/inner_steps"] == 2
         sync.detach()
+
+    model = made()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # whose state is empty for ever
+    sync = attached(model, local_sgd(every=2), optimizer)
+    for number in range(4):
+        step(model, optimizer, context.rank, number)
+        optimizer.zero_grad()
+        set_optimizer_state_dict(model, optimizer, get_optimizer_state_dict(model, optimizer))  # which makes steps
+        assert is_same_on_all_ranks(model) == (number % 2 == 1)
+    assert sync.stats()["outer/inner_steps"] == 4
+    sync.detach()
 
     model = made()
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)

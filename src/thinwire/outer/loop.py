@@ -328,7 +328,7 @@ class StepHook:
 
     @never_compiled
     def _before(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-        self._is_empty = not self.rounds.steps and _is_empty(optimizer)
+        self._is_empty = not optimizer.state and _is_empty(optimizer)
         if self._is_empty:
             return
         if not self.rounds.steps:
@@ -379,9 +379,10 @@ class StepHook:
 
 def _is_empty(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether a step is that of torch.distributed.checkpoint, by zero gradients, for state to load into."""
+    if any(float(group.get("lr", 1.0)) for group in optimizer.param_groups):
+        return False
     gradients = [entry.grad for group in optimizer.param_groups for entry in group["params"] if entry.requires_grad]
-    is_still = not any(float(group.get("lr", 1.0)) for group in optimizer.param_groups)
-    return is_still and all(one is not None and not one.is_sparse and not local_of(one).any() for one in gradients)
+    return all(one is not None and not one.is_sparse and not local_of(one).any() for one in gradients)
 
 
 def _floating_buffers(module: weakref.ref[nn.Module], excluded: Container[str]) -> dict[str, Tensor]:

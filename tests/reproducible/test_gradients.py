@@ -54,6 +54,38 @@ def test_a_parameter_without_gradient_keeps_none() -> None:
     assert torch.equal(model["used"].weight.grad, torch.ones(2, 2))
 
 
+class Noted(nn.Linear):
+    """It writes what it saw last to a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__(1, 1, bias=False)
+        self.register_buffer("seen", torch.zeros(1))
+        self.is_noting = True
+
+    def forward(self, batch: Tensor) -> Tensor:
+        if self.is_noting:
+            self.seen.copy_(batch[0])
+        return super().forward(batch)
+
+
+def test_a_micro_batch_that_is_made_again_after_an_error_counts_once() -> None:
+    model = Noted()
+    gradients = Gradients(model, 2)
+    for number, value in enumerate((1.0, 2.0)):
+        gradients.begin()
+        model(torch.full((1, 1), value)).sum().backward()
+        if number:
+            with pytest.raises(ValueError, match="buffer seen is written by forward"):
+                gradients.add()
+            model.is_noting = False
+            gradients.begin()
+            model(torch.full((1, 1), value)).sum().backward()
+        gradients.add()
+    gradients.exchange(None, [gradients.status()], 0)
+    gradients.deliver()
+    assert model.weight.grad.tolist() == [[1.5]]
+
+
 def test_kinds_of_gradients_have_to_agree() -> None:
     gradients = Gradients(nn.Linear(2, 1), 2)
     one = {"kinds": "dd", "written": {}, "codes": True}

@@ -100,7 +100,8 @@ class Gradients:
         self._versions = {name: (id(buffer), buffer._version) for name, buffer in self._model.named_buffers()}
 
     def add(self) -> None:
-        """Add the gradients of a micro-batch."""
+        """Add the gradients of a micro-batch; none if that raises, as it may be made again."""
+        self._check_buffers()
         for name, parameter in self._trained:
             gradient, parameter.grad = parameter.grad, None
             if gradient is None:
@@ -113,7 +114,6 @@ class Gradients:
                 self._pieces.setdefault(name, []).append(_layout(parameter).rows(gradient))
             else:
                 self._sums[parameter.dtype].add(gradient.detach().reshape(-1).to(self.device), self._starts[name])
-        self._check_buffers()
 
     def fingerprint(self) -> str:
         """Return a digest of the gradients of a micro-batch, before they are added."""

@@ -217,6 +217,7 @@ def test_a_text_names_every_code() -> None:
         ((error_feedback(top_k(0.1)),), r"memories and other wrappers go around it"),
         ((deep_reduce(),), "ids and values of a sparsifier"),
         ((qsgd(4),), "ids and values of a sparsifier"),
+        ((compress.ok_topk(0.1), "bloom:p0"), "ids and values of a sparsifier"),  # whose exchange would not code them
         ((0.01,), "ids and values of a sparsifier"),
         ((top_k(0.1, values=compress.bf16()),), "give that code to deep_reduce"),
         ((top_k(0.1), "hufman"), "Did you mean 'huffman'"),

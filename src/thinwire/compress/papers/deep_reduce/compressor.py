@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from thinwire.compress.base import Compressor, Parameter, Payload, State
+from thinwire.compress.base import Compressor, Joint, Parameter, Payload, State
 from thinwire.compress.methods.lossless import lossless
 from thinwire.compress.methods.select import TopK
 from thinwire.compress.methods.sparsify import HEADER_BYTES, Selection, Sparsifier, opened, sealed
@@ -44,7 +44,7 @@ class DeepReduce(Wrapper, Sparsifier):
     index: IndexCodec
 
     def __post_init__(self) -> None:
-        if not isinstance(self.inner, Sparsifier) or isinstance(self.inner, Wrapper):
+        if not isinstance(self.inner, Sparsifier) or isinstance(self.inner, (Wrapper, Joint)):
             raise ValueError(
                 f"deep_reduce codes ids and values of a sparsifier such as top_k(0.01), not of {self.inner!r}: memories"
                 " and other wrappers go around it, as in momentum_correction(deep_reduce(top_k(0.01)))"

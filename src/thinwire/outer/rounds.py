@@ -4,7 +4,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from thinwire.comm.lane import Lane
 from thinwire.comm.process_group import Staging
 from thinwire.errors import ThinwireError
 from thinwire.outer.anchors import Anchors
-from thinwire.outer.average import Averager, RoundReport
+from thinwire.outer.average import Averager, RoundReport, T
 from thinwire.outer.members import Members, Roll, hand_over
 from thinwire.outer.recipe import OuterRecipe
 
@@ -24,8 +24,6 @@ ENDING = 1
 ASKED = 2
 """Flag of a rank that knows of a process that waits to be let in."""
 FITS = "new ranks can take it"
-
-T = TypeVar("T")
 
 
 class Rounds(ABC):

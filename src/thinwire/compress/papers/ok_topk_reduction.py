@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ from thinwire.compress.methods.sparsify import Selection
 from thinwire.compress.papers import ok_topk
 from thinwire.compress.papers.ok_topk import OK_TOPK, OkTopk, Tally
 from thinwire.compress.reductions import messages, stacked
-from thinwire.compress.reductions.base import Arrived, OwnReduction, Peers, Phase, Plan, Result, Stopwatch, Task
+from thinwire.compress.reductions.base import Arrived, OwnReduction, Peers, Phase, Plan, Result, Stopwatch, T, Task
 from thinwire.compress.wrappers import unwrapped
 from thinwire.errors import raising
 
@@ -127,8 +126,6 @@ def mean_of(selections: Sequence[Selection]) -> Selection:
     present = values != 0
     return (ids, values) if bool(present.all()) else (ids[present], values[present])
 
-
-T = TypeVar("T")
 
 _WORTH_A_ROUND = 1024
 """Least number of pairs that balancing must save, 6 to 8 kB: one more round costs at least half a millisecond, in which

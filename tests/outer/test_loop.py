@@ -439,6 +439,9 @@ def _buffers(context: RankContext) -> None:
     """Statistics of batches are averaged, only where they change; what does not change is not sent."""
     model = made(torch.float64)
     model.register_buffer("big", torch.randn(50_000))
+    model.register_buffer(
+        "short", torch.full((3,), 1.0 + context.rank).to(torch.float8_e4m3fn)
+    )  # torch cannot add these
     big = model.big.clone()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     sync = attached(model, local_sgd(every=2), optimizer)
@@ -449,6 +452,7 @@ def _buffers(context: RankContext) -> None:
         optimizer.step()  # the round: nothing else has changed
     torch.testing.assert_close(model.norm.running_mean, torch.stack(alone).mean(0), rtol=1e-14, atol=1e-16)
     assert torch.equal(model.big, everywhere(big)[0])
+    assert model.short.float().tolist() == [1.0] * 3, "as on rank 0"
     assert sync.stats()["comm/bytes_sent"] - sent < 60_000, "the big buffer alone has 200,000 bytes"
     sync.detach()
 

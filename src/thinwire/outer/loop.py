@@ -386,10 +386,10 @@ def _is_empty(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _floating_buffers(module: weakref.ref[nn.Module], excluded: Container[str]) -> dict[str, Tensor]:
-    """Return the floating buffers of a module, as they are now; none if it is gone."""
+    """Return the floating buffers of a module, as they are now, without those of 8 bits; none if it is gone."""
     owner = module()
     named = () if owner is None else synchronized_buffers(owner, excluded)
-    return {name: buffer for name, buffer in named if buffer.is_floating_point()}
+    return {name: one for name, one in named if one.is_floating_point() and one.element_size() > 1}  # as torch adds
 
 
 def _untrained(module: weakref.ref[nn.Module], excluded: Container[str]) -> dict[str, Tensor]:

@@ -129,8 +129,7 @@ def _mean(entries: list[Any], rank: int) -> Any:
 
 def _joined(entries: list[Any], rank: int) -> Any:
     """Concatenate vectors of consecutive pieces; return the mean of anything else."""
-    first = entries[0]
-    return torch.cat(entries) if isinstance(first, Tensor) and first.dim() == 1 else _mean(entries, rank)
+    return torch.cat(entries) if isinstance(entries[0], Tensor) and entries[0].dim() == 1 else _mean(entries, rank)
 
 
 def _cut(state: State, owner: int, world_size: int, rank: int) -> State:

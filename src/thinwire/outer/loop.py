@@ -379,10 +379,9 @@ class StepHook:
 
 def _is_empty(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether a step is that of torch.distributed.checkpoint, by zero gradients, for state to load into."""
-    if any(float(group.get("lr", 1.0)) for group in optimizer.param_groups):
-        return False
-    gradients = [entry.grad for group in optimizer.param_groups for entry in group["params"] if entry.requires_grad]
-    return all(one is not None and not one.is_sparse and not local_of(one).any() for one in gradients)
+    gradients = (entry.grad for group in optimizer.param_groups for entry in group["params"] if entry.requires_grad)
+    is_still = not any(float(group.get("lr", 1.0)) for group in optimizer.param_groups)
+    return is_still and all(one is not None and not one.is_sparse and not local_of(one).any() for one in gradients)
 
 
 def _floating_buffers(module: weakref.ref[nn.Module], excluded: Container[str]) -> dict[str, Tensor]:

@@ -117,16 +117,16 @@ class TrainerSession(Session):
 
     def end(self) -> None:
         """Handle the death of a trainer: complete versions are kept, and sent without limit; others are dropped."""
-        for holding in self.opened.values():
-            self.store.unpin(holding)
-        self._abandon()
-        self.grants.unlimit()
         with self.store.changed.change():
+            for holding in self.opened.values():
+                self.store.unpin(holding)
             self.holder.joined.discard(self)
             for shard in (self.shard, self.common):
                 if shard is not None:
                     shard.unmap(self)
                     shard.writers.pop(self, None)
+            self._abandon()
+            self.grants.unlimit()
             if self.shard is not None and self.shard.trainer is self:
                 self.shard.trainer = None
 
@@ -282,8 +282,7 @@ class TrainerSession(Session):
             self.writing = self.store.begin(shard, shard.keep)
             if self.writing is not None and self.common is not None:
                 self.common.keep = shard.keep
-                if list(self.common.writers.values()).count(self.attempt) >= self.members:
-                    self.gathering = self.store.gather(self.common, (self.attempt, request["step"]), self.members)
+                self.gathering = self.store.gather(self.common, (self.attempt, request["step"]), self.members)
         except BudgetError as error:
             shard.last_error = str(error)
         if self.writing is None or (self.common is not None and self.gathering is None):

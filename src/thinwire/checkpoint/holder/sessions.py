@@ -16,14 +16,7 @@ from thinwire.checkpoint.holder.replication import Grants, Replicator, parse_add
 from thinwire.checkpoint.holder.slots import SlotSize
 from thinwire.checkpoint.holder.start import RunMarker, birth_of
 from thinwire.checkpoint.holder.store import Assignment, BudgetError, Gathering, Holding, Shard
-from thinwire.checkpoint.holder.version import (
-    CHUNK_BYTES,
-    MAX_LAYOUT_BYTES,
-    MAX_PAYLOAD_BYTES,
-    Manifest,
-    ShardId,
-    Version,
-)
+from thinwire.checkpoint.holder.version import MAX_LAYOUT_BYTES, MAX_PAYLOAD_BYTES, Manifest, ShardId, Version
 from thinwire.checkpoint.holder.version import field as get
 from thinwire.errors import CorruptMessageError, LostPeerError, ThinwireError
 
@@ -331,7 +324,7 @@ class TrainerSession(Session):
             if (alike.shard, alike.order) != (shard.id.common_id(group), stated.order):
                 raise ValueError(f"what ranks have alike is of {alike.shard}, step {alike.step}")
             # nothing of it is in the payload, or codes, which have other digests, or its first bytes
-            whole = 0 if self.gathering or pieces else min(alike.payload_bytes, payload_bytes) // CHUNK_BYTES
+            whole = 0 if self.gathering or pieces else min(alike.payload_bytes, payload_bytes) // stated.chunk_bytes
             stated = replace(stated, shared=shared, group=group, chunk_crcs=alike.chunk_crcs[:whole])
         if alike is not None and self.gathering is not None:
             sealed = self._contribute(shard, holding, stated, layout, alike, pieces)

@@ -197,10 +197,13 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
 
         Raises:
             ValueError: on all ranks: the state of a rank cannot be stored; the memory budget of a holder is too small
-                for it; or this is the first step, there was no `restore`, and there are versions of the run.
+                for it; or this is the first step, there was no `restore`, and there are versions of the run. On this
+                rank: it is closed.
             ThinwireError: the newest checkpoint that all ranks have is older than ``policy.max_age_steps``; or, on all
                 ranks, they no longer have the same parameters (``policy.on_divergence``).
         """
+        if not self._end.alive:
+            raise ValueError("this Checkpointer is closed: make another one to go on")
         cycle = self._cycle
         sends = not self._governor.sends_little
         seconds = self._pacer.note_step(self._governor.is_loaded and sends)

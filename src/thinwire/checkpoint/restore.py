@@ -123,9 +123,8 @@ class Restorer:
         while True:
             self._want(surveyed.choice)
             candidates, reasons, on_disk = self._candidates(surveyed, step)
-            unasked = (
-                (unasked | self._holders_named(surveyed)) - asked if self._lacks(surveyed, candidates, step) else set()
-            )
+            lacks = self._lacks(surveyed, candidates, step)
+            unasked = (unasked | self._holders_named(surveyed)) - asked if lacks else set()
             if not unasked:
                 return surveyed, candidates, reasons, on_disk
             surveyed = ask_outside(surveyed, unasked, registration, verify)
@@ -252,6 +251,9 @@ class Restorer:
             newest = self._preferred(left)
             failure = self._load(newest)
             if not failure:
+                if step is not None and self._tier is not None and self._rank == 0:
+                    with contextlib.suppress(OSError, ThinwireError):  # the survey has said that nothing can be written
+                        self._tier.set_aside(newest.order[0])
                 self._say_what_is_left(newest, left, surveyed, reasons)
                 self._say_who_never_met(newest.step)
                 self.remember(newest.step)
@@ -395,9 +397,8 @@ class Restorer:
         self._note(own.shared, layout, own.group)
 
     def _note(self, shared: str, layout: StateLayout, group: int | str) -> None:
-        certified, self._origin = (
-            each if type(each := layout.about.get(name)) is int else -1 for name in ("certified", "origin")
-        )
+        said = [layout.about.get(name) for name in ("certified", "origin")]
+        certified, self._origin = (each if type(each) is int else -1 for each in said)
         self._loaded, self._kept_at = (shared, certified, group), _listed(sorted(set(map(str, _holders_of(layout)))))
 
     def _load_foreign(self, version: StoredStep, layouts: dict[int, Any]) -> None:
@@ -490,9 +491,8 @@ class Restorer:
         logger.info("rank %s of %s: restored from %s ranks", self._rank, self._world_size, world_size)
 
     def _why_not(self, version: StoredStep, layouts: dict[int, Any]) -> str:
-        other = next(
-            (each for each in layouts.values() if each.about.get("state") != self._registration.about["state"]), None
-        )
+        own = self._registration.about["state"]
+        other = next((each for each in layouts.values() if each.about.get("state") != own), None)
         sizes = {layout.about.get("world_size") for layout in layouts.values()}
         if version.lacking:
             return f"nobody has what ranks {_listed(version.lacking)} had in common with others at step {version.step}"

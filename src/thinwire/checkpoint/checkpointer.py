@@ -164,7 +164,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
             fresh: start afresh, whatever there is. A warning says which steps are given up: those in the memory of
                 these hosts are freed, those on the disk are set aside under the names ``step-*.given-up``.
             step: restore this step, from the memory or the disk. Newer ones are given up; those on the disk are set
-                aside too.
+                aside in the next `step`.
 
         Raises:
             ValueError: on all ranks: there are versions of the run, and none can be restored; there is none of

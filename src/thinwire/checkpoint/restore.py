@@ -94,6 +94,7 @@ class Restorer:
         # digest of what ranks should have alike, newest certified step before, and their group
         self._loaded: tuple[str, int, int | str] = ("", -1, 0)
         self._known, self._remembers = KnownRun(), False
+        self._leaves: tuple[int, int] | None = None  # sort key of a step of choice: newer ones are given up
         self._origin, self._kept_at = -1, ""  # of the training: its fresh start, and the holders of what was restored
         self._origins: dict[str, int] = {}  # of the training that each host remembers, by its holder
 
@@ -154,7 +155,14 @@ class Restorer:
         return {address for layout in layouts for address in _holders_of(layout) if isinstance(address, str)}
 
     def remember(self, step: int) -> None:
-        """Have this host remember that the run has reached a step, once it is beyond its beginning; not collective."""
+        """Have this host remember that the run has reached a step, once it is beyond its beginning; not collective.
+
+        From the first step on, no later start goes back to what was given up for a step of choice.
+        """
+        leaves, self._leaves = self._leaves, None
+        if leaves is not None and self._tier is not None and self._rank == 0:
+            with contextlib.suppress(OSError, ThinwireError):  # the survey has said that nothing can be written
+                self._tier.set_aside(leaves)
         if not self._remembers and step > _UNFINISHED * self._every:
             self._remembers = True
             holders = tuple(sorted(set(self._registration.holders)))
@@ -251,12 +259,10 @@ class Restorer:
             newest = self._preferred(left)
             failure = self._load(newest)
             if not failure:
-                if step is not None and self._tier is not None and self._rank == 0:
-                    with contextlib.suppress(OSError, ThinwireError):  # the survey has said that nothing can be written
-                        self._tier.set_aside(newest.order[0])
                 self._say_what_is_left(newest, left, surveyed, reasons)
                 self._say_who_never_met(newest.step)
                 self.remember(newest.step)
+                self._leaves = None if step is None else newest.order[0]
                 attempt = max(self._attempt, next_attempt([newest.attempt], self._attempt % (1 << NONCE_BITS)))
                 in_slots = not newest.on_disk and not newest.is_foreign
                 return Restored(newest.step, attempt, self._origin, in_slots, self._certify(newest))

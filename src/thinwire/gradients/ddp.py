@@ -654,6 +654,5 @@ class LeftToDdp(_PlugOfDdp):
             internals.at_end_of_backward(left._begin)
 
     def _remove_hooks(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        while self._handles:
+            self._handles.pop().remove()

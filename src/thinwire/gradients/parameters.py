@@ -261,6 +261,8 @@ class ParameterHooks(Plug):
 
     def finish(self) -> float:
         """Submit the remaining groups at the end of backward."""
+        if not self._pass.ready:  # on this rank
+            self._start()
         while self._pass.submitted < len(self.groups):
             self._submit()
         self._buckets.flush()
@@ -317,7 +319,7 @@ class ParameterHooks(Plug):
             for index, mean in means.items()
             if (mean._nnz() == 0 if mean.is_sparse else self._buckets.is_zero(self.trained[index].name))
         ]
-        if not empty:
+        if not (empty and self._handles):  # after `remove` nobody can be asked
             return set()
         mine = [float(index not in done.stand_ins) for index in empty]
         gathered = self._lane.agree("gradients of zeros", mine)
@@ -363,9 +365,8 @@ class ParameterHooks(Plug):
         if self._pass.ready:
             with suppress(ThinwireError):  # of an earlier failure
                 self.finish()
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        while self._handles:
+            self._handles.pop().remove()
 
     def _after_accumulation(self, index: int) -> Callable[[Tensor], None]:
         """Return a hook that does not hold this object, which holds the parameter."""
@@ -399,8 +400,7 @@ class ParameterHooks(Plug):
                 " way already: with re-entrant checkpointing pass use_reentrant=False"
             )
         self._pass.ready[index] = None
-        waits = self.sends_at_end or self._pass.waits
-        self._pass.waits = waits or self._is_nested() or self._is_edited_later(index)
+        self._pass.waits = self._pass.waits or self.sends_at_end or self._is_nested() or self._is_edited_later(index)
         while not self._pass.waits and self._has_next():
             self._submit()
 

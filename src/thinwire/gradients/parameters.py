@@ -209,7 +209,7 @@ class ParameterHooks(Plug):
         self._is_ordered = False
         self._order = list(range(len(trained)))[::-1]
         self._pass = _Pass()
-        self._thawed = self._unfrozen()
+        self._thawed = self._trains = self._unfrozen()
         self._versions: list[int] = []  # of the parameters, when the running pass began
         self.regroup(planned)
         self._handles = [
@@ -417,13 +417,18 @@ class ParameterHooks(Plug):
         return number < len(self.groups) and all(index in self._pass.ready for index in self.groups[number])
 
     def _start(self) -> None:
-        """Begin a pass: agree on which parameters get gradients, if that has changed since the last one."""
+        """Begin a pass: agree on which parameters get gradients, if that has changed since the last one.
+
+        What has been frozen since then travels once more: passes of `no_sync` may have left gradients of it.
+        """
         self._versions = [version(entry.parameter) for entry in self.trained]
-        thawed = self._unfrozen()
-        if thawed != self._thawed:
-            frozen = [entry.name for entry, trains in zip(self.trained, thawed, strict=True) if not trains]
+        before, self._trains = self._trains, self._unfrozen()
+        if before != self._trains:
+            frozen = [entry.name for entry, trains in zip(self.trained, self._trains, strict=True) if not trains]
             subject = Subject("which parameters are trained", f"all but {frozen}")
             self._lane.submit(lambda lane: lane.channel(subject).open()).wait()
+        thawed = [now or then for now, then in zip(self._trains, before, strict=True)]
+        if thawed != self._thawed:
             self._thawed, self._is_ordered = thawed, False
             self.regroup(self._planned)
 

@@ -233,11 +233,8 @@ class LookupRows:
         """Remove all hooks from the module."""
         for handle in (*self._handles, *self._probes.values()):
             handle.remove()
-        self._handles.clear()
-        self._probes.clear()
-        self._folding.clear()
-        self._pending.clear()
-        self._known.clear()
+        for kept in (self._handles, self._probes, self._folding, self._pending, self._known):
+            kept.clear()
 
     def _before_forward(self, module: nn.Module, args: tuple[object, ...]) -> None:
         """Forget the rows of the last backward; a gradient kept for longer may have been edited meanwhile."""

@@ -210,6 +210,7 @@ class ParameterHooks(Plug):
         self._order = list(range(len(trained)))[::-1]
         self._pass = _Pass()
         self._thawed = self._trains = self._unfrozen()
+        self._is_left = False  # whether local passes have left gradients
         self._versions: list[int] = []  # of the parameters, when the running pass began
         self.regroup(planned)
         self._handles = [
@@ -270,7 +271,7 @@ class ParameterHooks(Plug):
 
     def deliver(self) -> None:
         """Store the results of all futures, when they are done, and agree on the order after the first pass."""
-        done, self._pass = self._pass, _Pass()
+        done, self._pass, self._is_left = self._pass, _Pass(), False
         for index in done.ready:
             self._check_untouched(index)
         means = {index: future.value() for index, future in done.sparse}
@@ -382,6 +383,7 @@ class ParameterHooks(Plug):
                 )
             if hooks.trained[index].is_table:
                 hooks._lookups.settle(parameter)
+            hooks._is_left |= not hooks.synchronizes
             if hooks.synchronizes and parameter.requires_grad:  # else frozen since the forward, without a gradient
                 hooks._add(index)
 
@@ -419,15 +421,17 @@ class ParameterHooks(Plug):
     def _start(self) -> None:
         """Begin a pass: agree on which parameters get gradients, if that has changed since the last one.
 
-        What has been frozen since then travels once more: passes of `no_sync` may have left gradients of it.
+        What has been frozen since then travels once more where passes of `no_sync` may have left gradients of it.
         """
         self._versions = [version(entry.parameter) for entry in self.trained]
         before, self._trains = self._trains, self._unfrozen()
-        if before != self._trains:
-            frozen = [entry.name for entry, trains in zip(self.trained, self._trains, strict=True) if not trains]
+        thawed = self._trains
+        if before != thawed:
+            frozen = [entry.name for entry, trains in zip(self.trained, thawed, strict=True) if not trains]
             subject = Subject("which parameters are trained", f"all but {frozen}")
-            self._lane.submit(lambda lane: lane.channel(subject).open()).wait()
-        thawed = [now or then for now, then in zip(self._trains, before, strict=True)]
+            are_left = self._lane.submit(lambda lane: lane.channel(subject).gather_numbers([self._is_left])).wait()
+            if [1.0] in are_left:
+                thawed = [now or then for now, then in zip(thawed, before, strict=True)]
         if thawed != self._thawed:
             self._thawed, self._is_ordered = thawed, False
             self.regroup(self._planned)

@@ -512,9 +512,7 @@ def _flat_rows(
 
 def _has_dense_gradient(module: nn.Module) -> bool:
     """Return whether a module is a large embedding with a trained weight and a dense gradient in contiguous rows."""
-    if not _is_embedding(module) or _is_sparse(module):
-        return False
-    weight = _weight_of(module)
+    weight = _weight_of(module) if _is_embedding(module) and not _is_sparse(module) else None
     return isinstance(weight, nn.Parameter) and _is_table(weight)
 
 

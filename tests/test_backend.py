@@ -773,7 +773,7 @@ def _rows_of_ddp(context: RankContext) -> tuple[int, int, int]:
     assert (count["calls"], count["decision"]) == (1, "zen")
     gradient = torch.sparse_coo_tensor(words[None], torch.ones(8000, 32), (20_000, 32))
     lane = Lane(dist.new_group(backend="gloo"))
-    lane.submit(lambda lane: sum_on(lane, gradient, "zen", "mean")).wait()
+    lane.submit(lambda lane: sum_on(lane, gradient, "zen", "mean", False)).wait()
     rows = gradient.coalesce()
     gathered = (context.world_size - 1) * (rows.indices().nbytes + rows.values().nbytes)
     return int(count["bytes_sent"]), lane.exchange.traffic.sent_bytes, gathered

@@ -212,7 +212,8 @@ class ThinwireGroup(dist.ProcessGroup):
         if tensor.is_sparse and (scale := self._scale(tensor, arguments, keywords)) is not None:
             rows = tensor._values().nbytes + tensor._indices().nbytes
             count = self._count("all_reduce_sparse", rows)
-            begin = partial(_sparse_sum, tensor, self.settings.rows, scale, count)
+            how = self.settings.rows, "sum" if scale == 1.0 else "mean", torch.are_deterministic_algorithms_enabled()
+            begin = partial(_sparse_sum, tensor, how, count)
             return self._submit("all_reduce_sparse", tensor, count, begin, is_whole=True)
         begin = None
         if self._may_sum("all_reduce", tensor) and (scale := self._scale(tensor, arguments, keywords)) is not None:
@@ -618,10 +619,10 @@ def _checked(back_end: Any, name: str, made: c10d.BackEndOptions) -> Any:
     return c10d.checked(back_end, dist.PrefixStore(f"{name} checked/", made.store), made)
 
 
-def _sparse_sum(tensor: Tensor, scheme: Rows, scale: float, count: _Count, lane: Lane) -> Callable[[], int]:
+def _sparse_sum(tensor: Tensor, how: tuple[Any, ...], count: _Count, lane: Lane) -> Callable[[], int]:
     def finish() -> int:
         before = lane.exchange.traffic.sent_bytes
-        total, taken = sum_on(lane, tensor, scheme, "sum" if scale == 1.0 else "mean")
+        total, taken = sum_on(lane, tensor, *how)
         with torch.inference_mode(tensor.is_inference()), torch.no_grad():
             tensor.copy_(total)
         count.decision = name_of(taken)

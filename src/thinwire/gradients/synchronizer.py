@@ -177,6 +177,8 @@ class Synchronizer(Attached):
         except BaseException as error:
             for lane in self._lanes:
                 lane.fail(error)
+            for made in filter(None, map(vars(self).get, ("_plug", "_lookups"))):  # whose hooks the model would keep
+                made.remove()
             raise
         self._tables = table_names(self._module, self._names)
         sends_rows, scatters = self._tables or self._of_rows, self._lossless is not None and self._lossless.scatters

@@ -1,14 +1,12 @@
 """Convolutional nets on the handwritten digits that scikit-learn ships."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from thinwire.lab.bench.jobs.job import Data, Job, Samples
+from thinwire.lab.bench.jobs.job import Data, Job, Published, Samples
 from thinwire.lab.missing import missing_package
 
 _HELD_OUT_EVERY = 5
@@ -68,10 +66,7 @@ class VggJob(_ImagesJob):
     Published: VGG16 on ImageNet, 138.4M parameters.
     """
 
-    published: ClassVar[Mapping[str, Any]] = {
-        "size": 224, "channels": 64, "hidden_size": 4096, "num_classes": 1000, "batch_size": 32,
-    }  # fmt: skip
-    published_parameters: ClassVar[float] = 138.4e6
+    published = Published(138.4e6, size=224, channels=64, hidden_size=4096, num_classes=1000, batch_size=32)
 
     name: str = "vgg"
     learning_rate: float = 0.03
@@ -109,10 +104,7 @@ class ResNetJob(_ImagesJob):
     Published: ResNet-101 on ImageNet, 44.5M parameters.
     """
 
-    published: ClassVar[Mapping[str, Any]] = {
-        "size": 224, "channels": 64, "blocks": (3, 4, 23, 3), "num_classes": 1000, "batch_size": 32,
-    }  # fmt: skip
-    published_parameters: ClassVar[float] = 44.5e6
+    published = Published(44.5e6, size=224, channels=64, blocks=(3, 4, 23, 3), num_classes=1000, batch_size=32)
 
     name: str = "resnet"
     learning_rate: float = 0.02

@@ -1,14 +1,12 @@
 """Transformers on the standard library's text: a small GPT, a small BERT, and an embedding model (XLM-R)."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from thinwire.lab.bench.jobs.job import Data, Job, Samples
+from thinwire.lab.bench.jobs.job import Data, Job, Published, Samples
 from thinwire.lab.bench.jobs.text import WordTable, load_text
 
 _IGNORED = -100  # target of a position that has none, as cross_entropy has it
@@ -48,10 +46,7 @@ class GptJob(TransformerJob):
     Published: GPT-2 small (Radford et al. 2019), 124M parameters.
     """
 
-    published: ClassVar[Mapping[str, Any]] = {
-        "num_words": 50_257, "length": 1024, "head_dim": 64, "num_heads": 12, "num_layers": 12,
-    }  # fmt: skip
-    published_parameters: ClassVar[float] = 124.4e6
+    published = Published(124.4e6, num_words=50_257, length=1024, head_dim=64, num_heads=12, num_layers=12)
 
     name: str = "gpt"
 
@@ -88,10 +83,7 @@ class BertJob(TransformerJob):
         sampled: words drawn for a sampled softmax, see `WordTable`; 0 for a softmax over all.
     """
 
-    published: ClassVar[Mapping[str, Any]] = {
-        "num_words": 30_522, "length": 512, "head_dim": 64, "num_heads": 12, "num_layers": 12,
-    }  # fmt: skip
-    published_parameters: ClassVar[float] = 110e6
+    published = Published(110e6, num_words=30_522, length=512, head_dim=64, num_heads=12, num_layers=12)
 
     name: str = "bert"
     steps: int = 200
@@ -155,10 +147,7 @@ class XlmrJob(TransformerJob):
     Published: XLM-R base (Conneau et al., ACL'20), 278M parameters, 192M of them of the table.
     """
 
-    published: ClassVar[Mapping[str, Any]] = {
-        "num_words": 250_002, "length": 514, "head_dim": 64, "num_heads": 12, "num_layers": 12,
-    }  # fmt: skip
-    published_parameters: ClassVar[float] = 278e6
+    published = Published(278e6, num_words=250_002, length=514, head_dim=64, num_heads=12, num_layers=12)
 
     name: str = "xlmr"
     steps: int = 150

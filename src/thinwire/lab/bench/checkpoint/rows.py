@@ -4,13 +4,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from thinwire.lab.bench.checkpoint.bounds import (
-    Hardware,
-    bounds,
-    high_frequency_wasted_seconds,
-    strawman_wasted_seconds,
-    wasted_seconds,
-)
+from thinwire.lab.bench.checkpoint import bounds
 from thinwire.lab.bench.checkpoint.methods import NONE, THINWIRE
 from thinwire.lab.bench.checkpoint.overhead import Block, OverheadRecord
 from thinwire.lab.bench.checkpoint.recovery import Recovery
@@ -112,7 +106,7 @@ def _wasted(method: str, records: Sequence[OverheadRecord], recovery: Recovery |
     if recovery is None or interval is None or seconds is None:
         return None
     iteration = _median(_seconds(records, method, "iterations"))
-    return wasted_seconds(seconds, interval * iteration, recovery.host_seconds)
+    return bounds.wasted_seconds(seconds, interval * iteration, recovery.host_seconds)
 
 
 def bounds_of(
@@ -129,14 +123,15 @@ def bounds_of(
     plain = _seconds(records, NONE if NONE in methods else THINWIRE, "iterations")
     iteration = _median(plain)
     idle = min(iteration, float(statistics.median(float(record.gaps["checkpoint/idle_seconds"]) for record in records)))
-    hardware = Hardware(1, link_mbit * 1e6 / 8, state_bytes / max(1e-9, float(gaps["checkpoint/copy_seconds"])))
-    least = bounds(state_bytes, replicas, hardware, iteration_seconds=iteration, idle_seconds=idle)
+    hardware = bounds.Hardware(1, link_mbit * 1e6 / 8, state_bytes / max(1e-9, float(gaps["checkpoint/copy_seconds"])))
+    network = bounds.network_seconds(state_bytes, replicas, hardware)
+    copy = bounds.copy_seconds(state_bytes, replicas, hardware)
     return {
         "iteration_seconds": iteration,
         "idle_seconds": idle,
-        "network_seconds": least.network_seconds,
-        "copy_seconds": least.copy_seconds,
-        "interval_iterations": least.interval_iterations,
+        "network_seconds": network,
+        "copy_seconds": copy,
+        "interval_iterations": bounds.interval_iterations(network, copy, iteration, idle),
         "reached_interval_iterations": interval_iterations(THINWIRE, records),
         "reached_checkpoint_seconds": checkpoint_seconds(THINWIRE, records),
         "grants": gaps["checkpoint/grants"],
@@ -152,8 +147,8 @@ def baselines(
     all_bytes, speed = sum(record.state_bytes for record in records), link_mbit * 1e6 / 8
     iteration = _median(_seconds(records, NONE if NONE in methods else methods[0], "iterations"))
     return {
-        "strawman_wasted_seconds": strawman_wasted_seconds(all_bytes, speed),
-        "high_frequency_wasted_seconds": high_frequency_wasted_seconds(all_bytes, speed, iteration),
+        "strawman_wasted_seconds": bounds.strawman_wasted_seconds(all_bytes, speed),
+        "high_frequency_wasted_seconds": bounds.high_frequency_wasted_seconds(all_bytes, speed, iteration),
     }
 
 

@@ -106,25 +106,6 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
-class TrainJob:
-    """A run as sent to the ranks.
-
-    Args:
-        tokens_file: path of the text: ``.npy``, int32 word ids by frequency.
-    """
-
-    config: TrainConfig
-    tokens_file: Path
-
-
-@dataclass(frozen=True)
-class FirstStep:
-    """Message of a rank before the first step of a variant, which takes several times as long as later ones."""
-
-    label: str
-
-
-@dataclass(frozen=True)
 class StepReport:
     """Message of a rank after a step of all variants: the loss under stock DDP, and the expected number of steps."""
 
@@ -148,16 +129,20 @@ class RankResult:
     table: list[dict[str, Any]]
 
 
-def train_rank(context: RankContext, job: TrainJob) -> dict[str, RankResult]:
+def train_rank(context: RankContext, config: TrainConfig, tokens_file: Path) -> dict[str, RankResult]:
     """Train all variants from the same seed in the default process group, and return the results by variant.
 
     The variants take turns step by step, and in going first, so that a temporary load on the machine does not fall on
-    one of them alone.
+    one of them alone. The label of a variant is sent before its first step, which takes several times as long as later
+    ones, and a `StepReport` after each step of all.
+
+    Args:
+        tokens_file: path of the text: ``.npy``, int32 word ids by frequency.
     """
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // context.world_size))
     # Adagrad builds sparse tensors; saying "no checks" aloud silences torch's warning that there are none.
     torch.sparse.check_sparse_tensor_invariants.disable()
-    trainings = [DemoTraining(job, variant) for variant in VARIANTS]
+    trainings = [DemoTraining(config, tokens_file, variant) for variant in VARIANTS]
     dist.barrier()
     start, done, in_all = 0.0, 0, 1
     while done < in_all:
@@ -166,10 +151,10 @@ def train_rank(context: RankContext, job: TrainJob) -> dict[str, RankResult]:
         first = done % len(trainings)
         for training in trainings[first:] + trainings[:first]:
             if not done:
-                context.send(FirstStep(training.variant.label))
+                context.send(training.variant.label)
             training.step(done)
         done += 1
-        in_all = _of_rank_0(job.config.steps_in_all(done, time.perf_counter() - start))
+        in_all = _of_rank_0(config.steps_in_all(done, time.perf_counter() - start))
         context.send(StepReport(done, trainings[0].columns["loss"][-1], in_all))
     return {training.variant.name: training.result() for training in trainings}
 
@@ -183,9 +168,8 @@ def _of_rank_0(number: int) -> int:
 class DemoTraining:
     """One variant's model, optimizer and synchronizer, and its measurements so far."""
 
-    def __init__(self, job: TrainJob, variant: Variant) -> None:
-        self.job, self.variant = job, variant
-        config = job.config
+    def __init__(self, config: TrainConfig, tokens_file: Path, variant: Variant) -> None:
+        self.config, self.variant = config, variant
         torch.manual_seed(config.seed)
         # All ranks draw the same parameters, so DDP need not broadcast 120 MB over the link.
         model = LanguageModel(config.model(variant.sparse))
@@ -199,14 +183,14 @@ class DemoTraining:
         )
         self.synchronizer = thinwire.attach(self.model) if variant.attached else None
         if self.synchronizer is None:
-            stock.log_every_step(self.model)
+            self.model._set_ddp_runtime_logging_sample_rate(1)
         self.sampler = LogUniform(config.num_rows, config.candidates)
-        self.tokens = np.load(job.tokens_file, mmap_mode="r", allow_pickle=False)
+        self.tokens = np.load(tokens_file, mmap_mode="r", allow_pickle=False)
         self.columns: defaultdict[str, list[float]] = defaultdict(list)
 
     def step(self, step: int) -> None:
         """Train one step, which all ranks begin together, and record it."""
-        config = self.job.config
+        config = self.config
         words = batch(self.tokens, config, step, dist.get_rank(), dist.get_world_size())
         sent, busy = self._totals()
         dist.barrier()

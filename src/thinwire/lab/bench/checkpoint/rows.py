@@ -9,13 +9,6 @@ from thinwire.lab.bench.checkpoint.methods import NONE, THINWIRE
 from thinwire.lab.bench.checkpoint.overhead import Block, OverheadRecord
 from thinwire.lab.bench.checkpoint.recovery import Recovery
 
-ROW = (
-    "method", "hosts", "link_mbit", "state_bytes", "iteration_seconds_median", "overhead_ratio", "overhead_spread",
-    "interval_iterations", "cpu_seconds", "blocking_ms_per_gb", "wasted_seconds", "recovery_seconds_processes",
-    "recovery_seconds_host", "recovery_link_share", "iterations_lost", "restore_bitwise_equal",
-    "version_bytes", "checkpoint_seconds",
-)  # fmt: skip
-
 
 def row_of(
     method: str, records: Sequence[OverheadRecord], recovery: Recovery | None, link_mbit: float | None

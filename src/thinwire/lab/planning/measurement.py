@@ -282,9 +282,9 @@ class Measurement:
     def profile_of(self, costs: Costs, on: Literal["lane", "compute"] = "lane") -> Profile:
         """Return costs as lines over bytes; see `profile`."""
         total = max(1, sum(self.size_bytes))
-        encode, wire, decode = (
-            math.fsum(seconds) / total for seconds in (costs.encode_seconds, costs.wire_seconds, costs.decode_seconds)
-        )
+        wire = costs.wire_seconds / total
+        encode = math.fsum(tensor.encode_seconds for tensor in costs.tensors) / total
+        decode = math.fsum(tensor.decode_seconds for tensor in costs.tensors) / total
         free = Linear(0.0, 0.0)
         lane = on == "lane"
         return Profile(

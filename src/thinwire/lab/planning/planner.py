@@ -339,7 +339,7 @@ def _stock_jobs(measurement: Measurement) -> tuple[list[Job], float]:
     everything = measurement.whole()
     costs, groups = everything.costs(), usual_groups(everything)
     jobs = jobs_of(everything, groups, [costs.seconds(group) - costs.opening_seconds for group in groups])  # no headers
-    wire_seconds = math.fsum(costs.wire_seconds)
+    wire_seconds = costs.wire_seconds
     for table in measurement.tables:
         if table.is_sparse:
             seconds, wire = gathered(table, measurement.link)
@@ -382,7 +382,8 @@ def equivalent_profile(measurement: Measurement, costs: Costs) -> Profile:
     The cost of a compressed tensor is not proportional to its bytes, so its "bytes" are seconds here.
     """
     communicate = Linear(costs.group_seconds, 1.0)
-    return replace(measurement.profile_of(costs), size_bytes=costs.tensor_seconds, communicate=communicate)
+    seconds = tuple(encode + wire + decode for encode, wire, decode, _ in costs.tensors)
+    return replace(measurement.profile_of(costs), size_bytes=seconds, communicate=communicate)
 
 
 def plan_of(option: Option, measurement: Measurement, priced: Sequence[Option]) -> Plan:
@@ -458,7 +459,7 @@ def _option(
         for number, (leaf, part) in enumerate(_parts(leaves, job, choices))
     )
     rows = measurement.row_jobs
-    wire_seconds = math.fsum(costs.wire_seconds) + math.fsum(job.wire_seconds for job in rows)
+    wire_seconds = costs.wire_seconds + math.fsum(job.wire_seconds for job in rows)
     dense = jobs_of(measurement, jobs, [costs.seconds(job) for job in jobs])
     timed = sorted([*dense, *((job.ready_seconds, job.seconds) for job in rows)])
     return _timed(measurement, Option(name, groups, 0.0, is_plain=is_plain), timed, wire_seconds)

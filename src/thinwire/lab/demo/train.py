@@ -90,10 +90,6 @@ class TrainConfig:
         """Return the sizes of the model."""
         return ModelConfig(self.num_rows, self.embedding_dim, self.hidden_size, self.candidates, sparse)
 
-    def __post_init__(self) -> None:
-        if self.steps is not None and self.steps < 1:
-            raise ValueError(f"steps must be at least 1, got {self.steps}")
-
     def steps_in_all(self, done: int, seconds: float) -> int:
         """Return the expected number of steps of a run that did ``done``, the measured ones of them in ``seconds``."""
         if self.steps is not None:

@@ -93,19 +93,6 @@ def test_a_network_that_is_never_idle_is_said() -> None:
     assert interval_iterations(0.0, 0.0, iteration_seconds=1, idle_seconds=0) == 1, "nothing is sent"
 
 
-@pytest.mark.parametrize("values", [(0, 1, 1), (1, 0, 1), (1, 1, -1)])
-def test_hardware_that_does_nothing_is_refused(values: tuple[int, float, float]) -> None:
-    with pytest.raises(ValueError, match="positive"):
-        Hardware(*values)
-
-
-@pytest.mark.parametrize(("machine_bytes", "replicas"), [(-1, 2), (1, 0)])
-def test_sizes_without_a_meaning_are_refused(machine_bytes: int, replicas: int) -> None:
-    for function in (network_seconds, copy_seconds):
-        with pytest.raises(ValueError, match="at least"):
-            function(machine_bytes, replicas, A100)
-
-
 # Wasted time
 
 

@@ -19,18 +19,11 @@ class Hardware:
         devices: accelerators (or processes of a CPU job) per machine, each with a shard of its own.
         network_bytes_per_second: bandwidth of the machine, in one direction.
         copy_bytes_per_second: bandwidth of one device between its memory and the host's (A100, pinned memory: 12.6e9).
-
-    Raises:
-        ValueError: a value that is not positive.
     """
 
     devices: int
     network_bytes_per_second: float
     copy_bytes_per_second: float
-
-    def __post_init__(self) -> None:
-        if min(self.devices, self.network_bytes_per_second, self.copy_bytes_per_second) <= 0:
-            raise ValueError(f"{self}: devices and bandwidths are positive")
 
 
 def network_seconds(machine_bytes: int, replicas: int, hardware: Hardware) -> float:
@@ -43,13 +36,11 @@ def network_seconds(machine_bytes: int, replicas: int, hardware: Hardware) -> fl
         >>> network_seconds(75_000_000_000, 2, a100)
         1.5
     """
-    _check(machine_bytes, replicas)
     return (replicas - 1) * machine_bytes / hardware.network_bytes_per_second
 
 
 def copy_seconds(machine_bytes: int, replicas: int, hardware: Hardware) -> float:
     """Return the seconds to copy, on all devices at once, each own shard and ``replicas - 1`` received ones."""
-    _check(machine_bytes, replicas)
     return replicas * machine_bytes / hardware.devices / hardware.copy_bytes_per_second
 
 
@@ -104,8 +95,3 @@ def high_frequency_wasted_seconds(
     transfer = state_bytes / store_bytes_per_second
     iterations = max(1, math.ceil(transfer / iteration_seconds)) if iteration_seconds > 0 else 1
     return wasted_seconds(transfer, iterations * iteration_seconds or transfer, transfer)
-
-
-def _check(machine_bytes: int, replicas: int) -> None:
-    if machine_bytes < 0 or replicas < 1:
-        raise ValueError(f"{replicas} replicas of {machine_bytes} bytes: at least 1 of at least 0")

@@ -349,9 +349,8 @@ class Measurement:
         def moved(extra: Extra) -> Extra:
             if extra.compressor in (COPIES, STOCK):
                 return replace(extra, seconds=slower * extra.seconds)
-            return replace(
-                extra, seconds=max(1.0, slower) * (extra.seconds if slower == 1.0 else max(0.0, extra.seconds))
-            )
+            seconds = extra.seconds if slower == 1.0 else max(0.0, extra.seconds)
+            return replace(extra, seconds=max(1.0, slower) * seconds)
 
         extras = tuple(map(moved, self.extras))
         return replace(self, link=self.link.at(mbit), extras=extras)

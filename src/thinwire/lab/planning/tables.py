@@ -128,9 +128,8 @@ def _row_job(group: Sequence[EmbeddingTable], link: MeasuredLink, hosts: Hosts) 
     demand = Demand.of(held, num_rows, first.width, first.dtype.itemsize, max(union, statistics.fmean(held)))
     machine = link.machine
     offer = price(DENSE, demand, machine) if is_dense(demand) else ranked(offers_of(demand, machine, hosts))[0]
-    wire_seconds = offer.sent_bytes * (
-        link.all_reduce.line.beta if offer.scheme == DENSE else link.all_to_all.line.beta
-    )
+    collective = link.all_reduce if offer.scheme == DENSE else link.all_to_all
+    wire_seconds = offer.sent_bytes * collective.line.beta
     seconds = 2 * link.round.alpha + wire_seconds if offer.seconds is None else offer.seconds
     ready_seconds = max(table.ready_seconds for table in group)
     names = tuple(table.name for table in group)

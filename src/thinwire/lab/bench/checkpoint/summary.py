@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+from thinwire.lab.bench.train.summary import link_text
+
 COLUMNS = ("method", "s/step", "ratio", "blocked", "wasted", "killed", "host", "link", "lost", "equal")
 CAPTION = (
     "s/step: median iteration; ratio: to none, paired by turns; blocked: ms that training stands still for one; wasted:"
@@ -44,11 +46,10 @@ def _text(value: float | None, form: str) -> str:
 def conditions(result: dict[str, Any]) -> str:
     """Return job, hosts, link and iterations in one line."""
     first, environment = result["rows"][0], result["environment"]
-    link = f"links of {first['link_mbit']:.1f} Mbit/s measured" if first["link_mbit"] else "no link (loopback)"
     return (
         f"{environment['job']}: {first['state_bytes'] / 1e6:,.2f} MB of state a host,"
         f" {environment['replicas']} replicas, {1e3 * environment['compute_seconds']:.0f} ms of a step asleep;"
-        f" {first['hosts']} hosts, {link}; {environment['iterations']} iterations a method"
+        f" {first['hosts']} hosts, {link_text(first)}; {environment['iterations']} iterations a method"
     )
 
 

@@ -12,6 +12,10 @@ from thinwire.lab.bench.train.rank import JobTraining, RankRecord, StepRecord
 from thinwire.lab.bench.turns import mean_of_known, quantile
 from thinwire.plan.plan import STOCK
 
+_PARTS = (
+    "backward_seconds", "exposed_seconds", "optimizer_seconds", "encode_seconds", "wire_seconds", "decode_seconds",
+)  # fmt: skip
+
 
 def curve_of(training: JobTraining, records: Sequence[RankRecord]) -> LossCurve:
     """Return the held-out loss of a run; seconds are means over ranks of the steps' times, without the evaluations.
@@ -53,12 +57,7 @@ def row_of(training: JobTraining, records: Sequence[RankRecord], link_mbit: floa
         "step_seconds_p10": quantile(step_seconds, 0.1),
         "step_seconds_p90": quantile(step_seconds, 0.9),
         "first_step_seconds": step_seconds[0],
-        "backward_seconds": _seconds(by_step, "compute_seconds", typical),
-        "exposed_seconds": _seconds(by_step, "exposed_seconds", typical),
-        "optimizer_seconds": _seconds(by_step, "optimizer_seconds", typical),
-        "encode_seconds": _seconds(by_step, "encode_seconds", typical),
-        "wire_seconds": _seconds(by_step, "wire_seconds", typical),
-        "decode_seconds": _seconds(by_step, "decode_seconds", typical),
+        **{name: _seconds(by_step, name, typical) for name in _PARTS},
         "groups": account.groups,
         "tensor_missing_rate": mean_of_known([one.tensor_missing_rate for one in accounts]),
         "rounds": account.rounds,

@@ -1,9 +1,7 @@
 """Results of `thinwire analyze`: plain values for JSON, and the facts of a run in words."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Self
 
 from thinwire.lab.analyze.prediction import DEFAULT_LINK, AssumedLink, Prediction, predict_dense
 from thinwire.lab.analyze.recording import Recording, Table
@@ -37,7 +35,7 @@ class Analysis:
     network: AssumedLink = DEFAULT_LINK
 
     @classmethod
-    def of(cls, recording: Recording, script: str, steps_wanted: int, network: AssumedLink = DEFAULT_LINK) -> Analysis:
+    def of(cls, recording: Recording, script: str, steps_wanted: int, network: AssumedLink = DEFAULT_LINK) -> Self:
         """Compute all statistics, and predict seconds for ``network``."""
         tables = sorted(recording.tables, key=lambda table: -table.size_bytes)
         sparse = tuple(

@@ -1,7 +1,5 @@
 """A benchmark as one rank of a job that torchrun started: all its ranks together run one benchmark."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,12 +1,10 @@
 """`thinwire bench sync`: every scheme on one workload, in turn, on emulated hosts; rows of measured figures."""
 
-from __future__ import annotations
-
 import re
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -72,7 +70,7 @@ class SyncBenchmark(HostsBenchmark):
         starts = range(0, self.world_size, self.ranks_per_host)
         return tuple(tuple(range(start, start + self.ranks_per_host)) for start in starts)
 
-    def of_size(self, size_bytes: int) -> SyncBenchmark:
+    def of_size(self, size_bytes: int) -> Self:
         """Return this benchmark with a table whose dense gradient has about ``size_bytes``.
 
         Raises:

@@ -1,7 +1,5 @@
 """One rank of `thinwire bench sync`: it runs every method in turn, and reports the cost and result of each."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass

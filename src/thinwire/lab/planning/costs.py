@@ -4,8 +4,6 @@ A job is a round of headers, then an all-reduce of the gradients that are not co
 messages and the decoding of the others. All of it runs on the lane, one job after the other, beside backward.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

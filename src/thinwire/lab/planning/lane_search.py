@@ -12,8 +12,6 @@ It is exact because the right side never falls when E(j) rises. Where encoding d
 Algorithm 1 of Espresso (EuroSys'23), and leaves the cuts to the recursion.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import accumulate
 

@@ -1,7 +1,5 @@
 """The frozen `Measurement`: all that planning needs to know of a model, its machines and their link. A JSON file."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -9,7 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 
@@ -320,7 +318,7 @@ class Measurement:
         bent = [name for name, fit in fits.items() if fit.residual > DOUBTFUL]
         return bent + [f"{name} (faster in training than its parts)" for name in dict.fromkeys(gains)]
 
-    def whole(self) -> Measurement:
+    def whole(self) -> Self:
         """Return the same model with its dense tables as gradients like all others, as DDP sees them; for pricing."""
         rows = [*zip(self.ready_seconds, self.parameters, strict=True)]
         dense = [table for table in self.tables if not table.is_sparse]
@@ -337,7 +335,7 @@ class Measurement:
             tables=self.tables if not rows else (),
         )
 
-    def at(self, mbit: float) -> Measurement:
+    def at(self, mbit: float) -> Self:
         """Return the same model on the same machines with another link, see `MeasuredLink.at`.
 
         The extra seconds of exact gradients change with the cost of a byte. Extras of compressors are work of
@@ -377,7 +375,7 @@ class Measurement:
         }
 
     @classmethod
-    def from_json(cls, data: object) -> Measurement:
+    def from_json(cls, data: object) -> Self:
         """Parse the result of `to_json`.
 
         Raises:
@@ -411,7 +409,7 @@ class Measurement:
         Path(path).write_text(json.dumps(self.to_json(), indent=2) + "\n", encoding="utf-8")
 
     @classmethod
-    def load(cls, path: str | Path) -> Measurement:
+    def load(cls, path: str | Path) -> Self:
         """Read a file of `save`. Raise ValueError if there is no such file, or it is no measurement."""
         try:
             data = json.loads(Path(path).read_text(encoding="utf-8"))

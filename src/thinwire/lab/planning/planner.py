@@ -5,8 +5,6 @@ exact all-reduce. The lane compresses on the host, beside backward, on whichever
 one processor to choose.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace

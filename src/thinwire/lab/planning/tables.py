@@ -1,12 +1,10 @@
 """Costs of embedding tables: as rows, which `thinwire.attach` sends, and as stock DDP sends them. Pure."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -68,7 +66,7 @@ class EmbeddingTable:
         return {**vars(self), "dtype": str(self.dtype).removeprefix("torch."), "held": list(self.held)}
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> EmbeddingTable:
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
         """Parse the result of `to_json`; raise KeyError, TypeError, AttributeError or ValueError for anything else."""
         fields: dict[str, Any] = {**data, "dtype": getattr(torch, data["dtype"]), "held": map(float, data["held"])}
         return cls(**fields)

@@ -1,7 +1,5 @@
 """Measure a model, its machines and their link in one `Measurement`, the same on all ranks."""
 
-from __future__ import annotations
-
 import math
 import platform
 from collections.abc import Callable, Collection, Iterable, Sequence

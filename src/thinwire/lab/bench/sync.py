@@ -203,15 +203,11 @@ def predicted_pairs(
 
     ``chosen`` is the name of the scheme that ran, which for "auto" depends on the machine and may be torch's own.
     """
-    world_size = len(ids)
     if AGSPARSE_TORCH in (method, chosen):
-        held, row_bytes = [part.numel() for part in ids], width * dtype.itemsize
-        sent = [sparse_all_reduce_bytes(held, rank, row_bytes) for rank in range(world_size)]
-        return [
-            [sent[rank] * (peer == (rank + 1) % world_size) for peer in range(world_size)] for rank in range(world_size)
-        ]
-    scheme = _scheme(chosen, hosts)
-    return pair_bytes(scheme, ids, num_rows, width, dtype)
+        held, row_bytes, ranks = [part.numel() for part in ids], width * dtype.itemsize, range(len(ids))
+        sent = [sparse_all_reduce_bytes(held, rank, row_bytes) for rank in ranks]
+        return [[sent[rank] * (peer == (rank + 1) % len(ids)) for peer in ranks] for rank in ranks]
+    return pair_bytes(_scheme(chosen, hosts), ids, num_rows, width, dtype)
 
 
 def _predicted_seconds(

@@ -19,6 +19,7 @@ from thinwire.lab.planning.planner import (
     LossRow,
     Option,
     best_option,
+    by_seconds,
     plan_of,
     price_options,
     step_seconds,
@@ -331,9 +332,7 @@ def _possible(
 
 
 def _best_exact(measurement: Measurement, options: Sequence[Option]) -> tuple[str, float]:
-    exact = min(
-        (option for option in options if option.is_exact), key=lambda option: (option.seconds, option.timeline_seconds)
-    )
+    exact = min((option for option in options if option.is_exact), key=by_seconds)
     return exact.name, step_seconds(measurement, exact)
 
 
@@ -348,9 +347,7 @@ def finalists(diagnosis: Diagnosis) -> list[Option]:
     predictions are off by as much.
     """
     measurement = diagnosis.measurement
-    stock, *others = sorted(
-        diagnosis.options, key=lambda option: (option.name != STOCK, option.seconds, option.timeline_seconds)
-    )
+    stock, *others = sorted(diagnosis.options, key=lambda option: (option.name != STOCK, *by_seconds(option)))
     best: dict[int, Option] = {}
     for option in others:
         first = best.setdefault(option.loss, option)
@@ -411,9 +408,8 @@ def confirm(diagnosis: Diagnosis, trained: Sequence[Confirmed]) -> Diagnosis:
     measurement = diagnosis.measurement
     steps = {row.name: row.measured_step_seconds for row in trained if row.measured_step_seconds is not None}
     if STOCK not in steps:
-        raise ValueError(
-            "the training failed under stock DDP: " + "; ".join(filter(None, (row.failure for row in trained)))
-        )
+        reasons = "; ".join(row.failure for row in trained if row.failure)
+        raise ValueError(f"the training failed under stock DDP: {reasons}")
     named = {option.name: option for option in diagnosis.options}
     computing = measurement.other_seconds + measurement.all_backward_seconds
     cut = min(1.0, min(steps.values()) / computing) if computing else 1.0

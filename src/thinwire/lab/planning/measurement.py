@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -199,16 +199,6 @@ class Measurement:
     def fingerprint(self) -> str:
         """Fingerprint of the model, as in a `thinwire.Plan` for it."""
         return fingerprint(self.parameters)
-
-    def check(self, parameters: Sequence[Parameter]) -> None:
-        """Raise ValueError if this is not a measurement of a model with these parameters."""
-        missing = {parameter.name for parameter in parameters} - set(self.names)
-        if missing:
-            raise ValueError(
-                f"the measurement lacks {len(missing)} tensors of this model, such as {min(missing)!r}; {_HOW} of it"
-            )
-        if fingerprint(parameters) != self.fingerprint:
-            raise ValueError(f"the measurement is of another model; {_HOW} of this one")
 
     def codec(self, compressor: str, exchange: str) -> Codec:
         """Return the measured costs of a compressor by an exchange.

@@ -8,6 +8,7 @@ one processor to choose.
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from thinwire.lab.planning.costs import Costs, chosen_costs
@@ -146,6 +147,9 @@ class Option:
         return tuple(used) or ((LOSSLESS if self.is_lossless else COPIES, "all_reduce"),)
 
 
+by_seconds = attrgetter("seconds", "timeline_seconds")
+"""The key by which options are sorted, the fastest first."""
+
 _ALL = ("*",)
 """Stands for the gradients of a group that are not chosen yet."""
 
@@ -197,9 +201,8 @@ def best_plan(
     """
     measurement = with_sums(measurement, dense)
     priced = price_options(measurement, () if dense == LOSSLESS else compressors, policies, search)
-    lossless = [option for option in priced if option.is_lossless]
-    taken = lossless if dense == LOSSLESS else priced
-    return plan_of(best_option(measurement, taken), measurement, priced)
+    legal = [option for option in priced if option.is_lossless or dense != LOSSLESS]
+    return plan_of(best_option(measurement, legal), measurement, priced)
 
 
 def defaults(optimizer: str) -> tuple[str, ...]:
@@ -236,7 +239,7 @@ def best_option(measurement: Measurement, priced: Sequence[Option]) -> Option:
         found: options; the first must be stock DDP.
     """
     kinds: dict[tuple[int, bool], Option] = {}
-    for option in sorted(priced, key=lambda option: (option.seconds, option.timeline_seconds)):
+    for option in sorted(priced, key=by_seconds):
         kinds.setdefault((option.loss, not option.is_plain), option)
     simplest_first = [kinds[kind] for kind in sorted(kinds)]
 

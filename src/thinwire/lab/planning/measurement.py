@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -16,6 +16,7 @@ from thinwire.compress.base import Parameter
 from thinwire.lab.planning.costs import Costs, coded_costs, exact_costs, lossless_costs
 from thinwire.lab.planning.speeds import COPIES, Codec, DenseCode, Extra, MeasuredLink
 from thinwire.lab.planning.tables import EmbeddingTable, RowJob, row_jobs
+from thinwire.observe.step import differences
 from thinwire.plan.plan import STOCK, fingerprint
 from thinwire.plan.profile import Linear, Profile
 
@@ -316,12 +317,10 @@ class Measurement:
             (table.ready_seconds, Parameter(table.name, (table.num_rows, table.width), table.dtype)) for table in dense
         ]
         rows.sort(key=lambda row: row[0])
-        moments = (0.0, *(ready for ready, _ in rows))
-        seconds = tuple(end - start for start, end in pairwise(moments))
         return replace(
             self,
             parameters=tuple(entry for _, entry in rows),
-            backward_seconds=seconds,
+            backward_seconds=differences([ready for ready, _ in rows]),
             tables=self.tables if not rows else (),
         )
 

@@ -15,6 +15,7 @@ def row_of(
 ) -> dict[str, Any]:
     """Return one row, as documented in docs/evidence/bench-checkpoint.md."""
     seconds = _seconds(records, method, "iterations")
+    ratios = turn_ratios(seconds, _seconds(records, NONE, "iterations"))
     blocking = None if method == NONE else _median(_seconds(records, method, "blocking"))
     state_bytes = max(record.state_bytes for record in records)
     return {
@@ -23,8 +24,8 @@ def row_of(
         "link_mbit": link_mbit,
         "state_bytes": state_bytes,
         "iteration_seconds_median": _median(seconds),
-        "overhead_ratio": overhead_ratio(seconds, _seconds(records, NONE, "iterations")),
-        "overhead_spread": overhead_spread(seconds, _seconds(records, NONE, "iterations")),
+        "overhead_ratio": statistics.median(ratios) if ratios else None,
+        "overhead_spread": [min(ratios), max(ratios)] if ratios else None,
         "interval_iterations": interval_iterations(method, records),
         "cpu_seconds": cpu_seconds_of_one(method, records),
         "blocking_ms_per_gb": None if blocking is None else 1e3 * blocking / (state_bytes / 1e9),
@@ -41,25 +42,18 @@ def row_of(
     }
 
 
-def overhead_ratio(turns: Sequence[Sequence[float]], plain: Sequence[Sequence[float]]) -> float | None:
-    """Return iteration time over that without checkpoints: the median over turns of the ratio of their means.
+def turn_ratios(turns: Sequence[Sequence[float]], plain: Sequence[Sequence[float]]) -> list[float]:
+    """Return iteration time over that without checkpoints, turn by turn: the ratio of their means.
 
-    Turn by turn, disturbances of the machine longer than a turn cancel out. Means, because not every iteration need
-    have a checkpoint. None without the plain turns.
+    So disturbances of the machine longer than a turn cancel out. Means, because not every iteration need have a
+    checkpoint. Empty without the plain turns.
 
     Example:
-        >>> overhead_ratio([[1.1, 1.1], [2.2, 2.4]], [[1.0, 1.0], [2.0, 2.0]])
-        1.125
+        >>> turn_ratios([[1.1, 1.1], [2.2, 2.4]], [[1.0, 1.0], [2.0, 2.0]])
+        [1.1, 1.15]
     """
-    return statistics.median(_ratios(turns, plain)) if plain else None
-
-
-def overhead_spread(turns: Sequence[Sequence[float]], plain: Sequence[Sequence[float]]) -> list[float] | None:
-    """Return the least and the greatest ratio of a turn."""
-    return [min(_ratios(turns, plain)), max(_ratios(turns, plain))] if plain else None
-
-
-def _ratios(turns: Sequence[Sequence[float]], plain: Sequence[Sequence[float]]) -> list[float]:
+    if not plain:
+        return []
     return [statistics.fmean(own) / statistics.fmean(other) for own, other in zip(turns, plain, strict=True)]
 
 

@@ -77,11 +77,8 @@ def _costs(rows: Sequence[dict[str, Any]]) -> list[str]:
 def _bound(bound: dict[str, Any] | None) -> list[str]:
     if bound is None:
         return ["No bound: the speed of the link is not known."]
-    best, interval, seconds = (
-        bound["interval_iterations"],
-        bound["reached_interval_iterations"],
-        bound["reached_checkpoint_seconds"],
-    )
+    best = bound["interval_iterations"]
+    interval, seconds = bound["reached_interval_iterations"], bound["reached_checkpoint_seconds"]
     allows = (
         "one checkpoint in every iteration fits"
         if best == 1

@@ -1,9 +1,9 @@
 """Rows of `thinwire bench train`, computed from the ranks' records. Pure functions."""
 
 import math
-import statistics
 from collections.abc import Callable, Sequence
 from itertools import accumulate
+from statistics import fmean, median
 from typing import Any
 
 from thinwire.lab.bench.train.curve import LossCurve, reached_at
@@ -24,7 +24,7 @@ def curve_of(training: JobTraining, records: Sequence[RankRecord]) -> LossCurve:
     which is negligible in hours of training and would be much in these two minutes.
     """
     step_seconds = _step_seconds(records)
-    elapsed = list(accumulate([statistics.median(step_seconds), *step_seconds[1:]]))
+    elapsed = list(accumulate([median(step_seconds), *step_seconds[1:]]))
     losses = records[0].held_out_losses
     return LossCurve(
         steps=tuple(step for step, _ in losses),
@@ -40,7 +40,7 @@ def row_of(training: JobTraining, records: Sequence[RankRecord], link_mbit: floa
     by_step = _by_step(records)
     step_seconds = _step_seconds(records)
     account, accounts = records[0].account, [record.account for record in records]
-    typical = (lambda steps: statistics.median(map(_mean, steps))) if account.rounds is None else _mean_of_late
+    typical = (lambda steps: median(map(fmean, steps))) if account.rounds is None else _mean_of_late
     return {
         "job": training.job.name,
         "method": training.method,
@@ -53,7 +53,7 @@ def row_of(training: JobTraining, records: Sequence[RankRecord], link_mbit: floa
         "steps": training.steps,
         "steps_run": len(by_step),
         "step_seconds": typical([[seconds] for seconds in step_seconds]),
-        "step_seconds_median": statistics.median(step_seconds),
+        "step_seconds_median": median(step_seconds),
         "step_seconds_p10": quantile(step_seconds, 0.1),
         "step_seconds_p90": quantile(step_seconds, 0.9),
         "first_step_seconds": step_seconds[0],
@@ -119,7 +119,7 @@ def bits_per_value(sent_bytes: Sequence[float], values: int) -> float | None:
     world_size = len(sent_bytes)
     if world_size == 1 or not values:
         return None
-    return 8 * statistics.fmean(sent_bytes) / values * world_size / (world_size - 1)
+    return 8 * fmean(sent_bytes) / values * world_size / (world_size - 1)
 
 
 def _bytes(training: JobTraining, records: Sequence[RankRecord]) -> dict[str, Any]:
@@ -127,7 +127,7 @@ def _bytes(training: JobTraining, records: Sequence[RankRecord]) -> dict[str, An
     link = None
     if all(record.link_bytes is not None for record in records):
         link = max((record.link_bytes or 0) / len(record.steps) for record in records)
-    sent_by_ranks = [_mean([step.sent_bytes or 0.0 for step in record.steps]) for record in records]
+    sent_by_ranks = [fmean(step.sent_bytes or 0.0 for step in record.steps) for record in records]
     own = max(sent_by_ranks)
     by_torch = parse(training.method)[0] in TORCH_METHODS or records[0].plan == STOCK
     if not by_torch:
@@ -148,7 +148,7 @@ def _bytes(training: JobTraining, records: Sequence[RankRecord]) -> dict[str, An
 
 
 def _step_seconds(records: Sequence[RankRecord]) -> list[float]:
-    return [_mean([step.step_seconds for step in steps]) for steps in _by_step(records)]
+    return [fmean(step.step_seconds for step in steps) for steps in _by_step(records)]
 
 
 def _by_step(records: Sequence[RankRecord]) -> list[list[StepRecord]]:
@@ -160,7 +160,7 @@ def _mean_of_late(steps: Sequence[Sequence[float]]) -> float:
 
     The first opens connections.
     """
-    return _mean([_mean(ranks) for ranks in steps[1:] or steps])
+    return fmean(map(fmean, steps[1:] or steps))
 
 
 def _seconds(
@@ -171,10 +171,6 @@ def _seconds(
     if any(value is None for steps in values for value in steps):
         return None
     return typical(values)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
 
 
 def _finite(value: float) -> float | None:

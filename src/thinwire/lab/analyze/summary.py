@@ -67,7 +67,7 @@ class Analysis:
         ranks = self.recording.world_size
         rest = sum(table.size_bytes for table in self.others)
         sent, seconds = predict_dense(rest, ranks, self.network.machine(ranks)) if rest else (0.0, 0.0)
-        tables = [table.prediction(ranks) for table in self.sparse]
+        tables = [table.here for table in self.sparse]
         totals = {
             "stock DDP": [(each.bytes["dense"], each.seconds["dense"]) for each in tables],
             "stock DDP, sparse=True": [(each.torch_bytes, each.torch_seconds) for each in tables],
@@ -127,7 +127,7 @@ def _sparse_json(table: TableStatistics) -> dict[str, Any]:
     return {
         **figures,
         "overlap_quantiles": table.overlap_quantiles,
-        "pick": table.prediction(table.world_size).pick,
+        "pick": table.here.pick,
         "predictions": [_prediction_json(prediction, table) for prediction in table.predictions],
     }
 

@@ -45,15 +45,10 @@ class Recipe:
     offset: float = 2.7
 
     @property
-    def dense_bytes(self) -> int:
-        """Bytes of the dense float32 gradient."""
-        return 4 * self.num_rows * self.width
-
-    @property
     def default_scale(self) -> float:
         """The scale at which the dense float32 gradient has 80 MB, 20 MB at width 1; at most 1.0."""
         wanted = DEFAULT_DENSE_BYTES if self.width > 1 else DEFAULT_ELEMENT_BYTES
-        return min(1.0, wanted / self.dense_bytes)
+        return min(1.0, wanted / (4 * self.num_rows * self.width))
 
     def scaled(self, scale: float) -> Recipe:
         """Return the same law on scale * num_rows rows, but at least 64; width and density stay.

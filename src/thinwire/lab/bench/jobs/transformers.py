@@ -202,9 +202,7 @@ class Encoder(nn.Module):
 
 
 def _blocks(job: TransformerJob, *, is_causal: bool) -> nn.Sequential:
-    return nn.Sequential(
-        *(TransformerBlock(job.embedding_dim, job.num_heads, is_causal=is_causal) for _ in range(job.num_layers))
-    )
+    return nn.Sequential(*(TransformerBlock(job, is_causal=is_causal) for _ in range(job.num_layers)))
 
 
 def _initialize(model: nn.Module, num_layers: int) -> None:
@@ -218,9 +216,9 @@ def _initialize(model: nn.Module, num_layers: int) -> None:
 class TransformerBlock(nn.Module):
     """Self-attention and a GELU layer of four times the width, each behind a norm and around a shortcut."""
 
-    def __init__(self, dim: int, num_heads: int, *, is_causal: bool) -> None:
+    def __init__(self, job: TransformerJob, *, is_causal: bool) -> None:
         super().__init__()
-        self.num_heads, self.is_causal = num_heads, is_causal
+        dim, self.num_heads, self.is_causal = job.embedding_dim, job.num_heads, is_causal
         self.attention_norm = nn.LayerNorm(dim)
         self.attention_in = nn.Linear(dim, 3 * dim)
         self.attention_out = nn.Linear(dim, dim)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from itertools import accumulate
+from operator import itemgetter
 from statistics import fmean, median
 from typing import Any
 
@@ -93,12 +94,9 @@ def against_rank_order(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
     Null if that was not run.
     """
-    digests = ("losses_digest", "parameters_digest")
-    reference = [tuple(row[name] for name in digests) for row in rows if row["method"] == RANK_ORDER]
-    return [
-        row | {"bitwise_rank_order": tuple(row[name] for name in digests) == reference[0] if reference else None}
-        for row in rows
-    ]
+    digests = itemgetter("losses_digest", "parameters_digest")
+    reference = [digests(row) for row in rows if row["method"] == RANK_ORDER]
+    return [row | {"bitwise_rank_order": digests(row) == reference[0] if reference else None} for row in rows]
 
 
 def bits_per_value(sent_bytes: Sequence[float], values: int) -> float | None:

@@ -186,9 +186,8 @@ class Report:
         """Return the whole page."""
         origin = self._origin
         made = [(name.capitalize(), value) for name, value in vars(origin).items()]
-        template, style = (
-            Path(__file__).with_suffix(suffix).read_text(encoding="utf-8") for suffix in (".html", ".css")
-        )
+        own = Path(__file__)
+        template, style = (own.with_suffix(suffix).read_text(encoding="utf-8") for suffix in (".html", ".css"))
         return template.format(
             title=escape(self._title),
             subtitle=escape(self._subtitle),

@@ -9,6 +9,7 @@ import typer
 from thinwire.lab.bench.in_job import is_in_job, size_of_job
 from thinwire.lab.cli.commands import LazyGroup
 from thinwire.lab.cli.output import show_table
+from thinwire.lab.text import figure
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -126,7 +127,7 @@ def show_comparison(
     from thinwire.lab.bench.compare import compare
 
     compared = [
-        [one.name, *("-" if value is None else f"{value:.4g}" for value in (one.before, one.now, one.ratio))]
+        [one.name, *(figure(value, ".4g") for value in (one.before, one.now, one.ratio))]
         for one in compare(rows, earlier, same, name, seconds)
     ]
     note = "ratio: seconds now over seconds before, below 1 is faster."

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from thinwire.lab.bench.train.summary import link_text
+from thinwire.lab.text import figure
 
 COLUMNS = ("method", "s/step", "ratio", "blocked", "wasted", "killed", "host", "link", "lost", "equal")
 CAPTION = (
@@ -19,14 +20,14 @@ def table_rows(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
     return [
         [
             row["method"] + (f": {row['unavailable']}" if row.get("unavailable") else ""),
-            _text(row["iteration_seconds_median"], ".4f"),
-            _text(row["overhead_ratio"], ".3f"),
-            _text(_blocked_ms(row), ",.1f"),
-            _text(row["wasted_seconds"], ".2f"),
-            _text(row["recovery_seconds_processes"], ".2f"),
-            _text(row["recovery_seconds_host"], ".2f"),
-            _text(row["recovery_link_share"], ".0%"),
-            _text(row["iterations_lost"], ".2f"),
+            figure(row["iteration_seconds_median"], ".4f"),
+            figure(row["overhead_ratio"], ".3f"),
+            figure(_blocked_ms(row), ",.1f"),
+            figure(row["wasted_seconds"], ".2f"),
+            figure(row["recovery_seconds_processes"], ".2f"),
+            figure(row["recovery_seconds_host"], ".2f"),
+            figure(row["recovery_link_share"], ".0%"),
+            figure(row["iterations_lost"], ".2f"),
             {None: "-", True: "yes", False: "NO"}[row["restore_bitwise_equal"]],
         ]
         for row in rows
@@ -37,10 +38,6 @@ def _blocked_ms(row: dict[str, Any]) -> float | None:
     """Return the milliseconds that training stands still for one checkpoint of the state that was measured."""
     per_gb = row["blocking_ms_per_gb"]
     return None if per_gb is None else per_gb * row["state_bytes"] / 1e9
-
-
-def _text(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
 
 
 def conditions(result: dict[str, Any]) -> str:

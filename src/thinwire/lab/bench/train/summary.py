@@ -9,7 +9,7 @@ from typing import Any
 from thinwire.lab.bench.train import methods
 from thinwire.lab.bench.train.curve import TOLERANCE
 from thinwire.lab.bench.train.methods import DDP, LOSSLESS, RANK_ORDER, parse
-from thinwire.lab.text import counted
+from thinwire.lab.text import counted, figure
 from thinwire.sums.named import NAMED
 
 COLUMNS = ("method", "MB", "fewer", "step s", "faster", "loss", "vs ddp", "to loss", "faster")
@@ -200,11 +200,7 @@ def table_rows(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
     summaries = sorted(summarize(rows), key=lambda summary: summary.seconds_to_dense_loss or float("inf"))
     if not _shows_bits(rows):
         return [_cells(summary) for summary in summaries]
-    return [[*(cells := _cells(summary))[:2], _bits(summary), *cells[2:]] for summary in summaries]
-
-
-def _bits(summary: MethodSummary) -> str:
-    return "-" if summary.bits_per_value is None else f"{summary.bits_per_value:.1f}"
+    return [[*(cells := _cells(one))[:2], figure(one.bits_per_value, ".1f"), *cells[2:]] for one in summaries]
 
 
 def _cells(summary: MethodSummary) -> list[str]:
@@ -216,7 +212,7 @@ def _cells(summary: MethodSummary) -> list[str]:
         _digits(summary.step_seconds),
         _times(summary.step_speedup),
         "diverged" if summary.final_loss is None else f"{summary.final_loss:.4f}",
-        "-" if summary.loss_vs_dense is None else f"{summary.loss_vs_dense:+.2%}",
+        figure(summary.loss_vs_dense, "+.2%"),
         "never" if seconds is None else f"{_digits(seconds)} s",
         _times(summary.speedup),
     ]

@@ -169,6 +169,11 @@ class Diagnosis:
         return "" if ran or not exact.intersection(names) else ", ".join(names)
 
     @property
+    def is_lossy(self) -> bool:
+        """Whether the recommended way compresses anything."""
+        return any(group.compressor for group in self.plan.groups)
+
+    @property
     def exposed_share(self) -> float:
         """Exposed share of a step of stock DDP."""
         return self.exposed_seconds / self.stock_step_seconds if self.stock_step_seconds else 0.0
@@ -641,10 +646,9 @@ def _ranges(diagnosis: Diagnosis) -> list[tuple[str, str]]:
         return []
     lossy, anything = diagnosis.compression_stops_mbit, diagnosis.stops_mbit
     here = diagnosis.measurement.link.mbit
-    if diagnosis.is_measured:
-        is_lossy = any(group.compressor for group in diagnosis.plan.groups)
-        if is_lossy != _pays(lossy, here) or diagnosis.plan.does_nothing == _pays(anything, here):
-            return []
+    differs = diagnosis.is_lossy != _pays(lossy, here) or diagnosis.plan.does_nothing == _pays(anything, here)
+    if diagnosis.is_measured and differs:
+        return []
     pays_here = not _pays(anything, here) or diagnosis.stock_step_seconds > WORTH * diagnosis.best_exact[1]
     exact_beyond = pays_here and (anything is None or (lossy is not None and anything > lossy))
     rows = [("Compression pays", _range(lossy))]
@@ -670,7 +674,7 @@ def _advice(diagnosis: Diagnosis, plan_path: str | None) -> list[str]:
     where, pasted = to_paste(diagnosis, plan_path)
     lines = [f"{where}:", "", *(f"    {line}" for line in pasted)]
     lines = lines if pasted else [f"Do nothing. {why_nothing(diagnosis)}."]
-    if any(group.compressor for group in diagnosis.plan.groups):
+    if diagnosis.is_lossy:
         lines += ["", "It is lossy: compare the loss too, or take the exact way with --compress none."]
     notes = (note for note in (_rate(diagnosis), _doubt(diagnosis), hint(diagnosis)) if note)
     lines += [line for note in notes for line in ("", note)]

@@ -100,10 +100,10 @@ def _verdict(report: Report, diagnosis: Diagnosis) -> None:
     elif plan.does_nothing:
         report.hero("Do nothing", f"{why_nothing(diagnosis)}; {stock} a step, {diagnosis.source}.")
     else:
-        lossy = any(group.compressor for group in plan.groups)
         source = "predicted" if plan.choice in diagnosis.untried else diagnosis.source
         text = f"{plan.choice}: {best} a step, and {stock} under stock DDP, {source}."
-        report.hero(f"{plan.speedup:.2f}x faster", text + (" Compare the loss, too." if lossy else ""), lossy)
+        loss = " Compare the loss, too." if diagnosis.is_lossy else ""
+        report.hero(f"{plan.speedup:.2f}x faster", text + loss, diagnosis.is_lossy)
     report.figures(
         [
             (f"a step of stock DDP, {diagnosis.source}", stock),
@@ -120,7 +120,7 @@ def _paste(report: Report, diagnosis: Diagnosis, plan_path: str | None) -> None:
     where, lines = to_paste(diagnosis, plan_path)
     if lines:
         report.code("\n".join(lines), where)
-    if any(group.compressor for group in diagnosis.plan.groups):
+    if diagnosis.is_lossy:
         report.text("It is lossy: compare the loss, too, or take the exact way with --compress none.")
     if diagnosis.better_plan is not None:
         report.text(hint(diagnosis))

@@ -158,8 +158,7 @@ def alternating(store: dist.Store, ranks: Sequence[int], rank: int, options: Any
     """Make the group of `sparse_group`, with these options but for the number of threads."""
     options._threads, make = 1, _Alternating
     group: Any = make(rank, len(ranks))  # type: ignore  # torch's stubs know another constructor, which C++ does not call
-    stores = (dist.PrefixStore(f"{turn}/", store) for turn in range(2))
-    back_ends = [gloo_back_end(each, ranks, rank, options) for each in stores]
+    back_ends = [gloo_back_end(dist.PrefixStore(f"{turn}/", store), ranks, rank, options) for turn in range(2)]
     add_back_end(group, "cpu", dist.ProcessGroup.BackendType.GLOO, back_ends[0])
     group.turns = cycle(back_ends)
     return group

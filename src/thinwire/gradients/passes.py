@@ -5,8 +5,6 @@ checkpointing runs inside of it. After an exception peers would wait for gradien
 broken off.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 import weakref

@@ -191,7 +191,8 @@ class ThinwireGroup(dist.ProcessGroup):
         self._is_lossless = settings.dense == LOSSLESS and made.group_size > 1
         self._dtypes = {_FLOATS[name] for name in settings.dtypes.split("+")}
         self._reason, is_one_host = _agreed(made, settings)
-        self._leaves_rows, self._sparse = is_one_host and settings.rows == AUTO, None
+        self._leaves_rows = is_one_host and settings.rows == AUTO
+        self._sparse: Any = None  # what sums them then, once it is connected
         options = c10d.gloo_options(made.timeout)
         met = dist.PrefixStore("sparse/", made.store), _global_ranks(made), made.group_rank, options
         self._begin_sparse = partial(c10d.alternating, *met)

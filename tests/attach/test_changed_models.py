@@ -8,10 +8,12 @@ from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
+from thinwire.errors import LostPeerError
 from thinwire.lab.testbed.launch import RankContext, run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -159,3 +161,44 @@ def test_models_that_run_backward_in_another_order_say_so() -> None:
     found = [one.value for one in run_ranks(_in_another_order, world_size=2, timeout_seconds=60)]
     assert all(found)
     assert any("or several attached models ran backward in another order" in message for message in found), found
+
+
+def _trains_on(context: RankContext, rows: str, where: str) -> None:
+    """Rank 1 fails once; all detach, attach the same DDP model again, and have the means of stock from then on."""
+    net = Net()
+    ddp = DistributedDataParallel(net)
+    words = torch.arange(40).view(4, 10) + context.rank
+    sync = thinwire.attach(ddp, rows=rows)
+
+    def step() -> None:
+        ddp.zero_grad()
+        ddp(words).square().mean().backward()
+
+    def fails(*_: object) -> None:
+        raise ValueError("once")
+
+    step()
+    if context.rank == 1:
+        hook = net.hidden.register_full_backward_hook if where == "backward" else net.hidden.register_forward_hook
+        handle = hook(fails)
+    with pytest.raises((ValueError, LostPeerError)):
+        step()
+    if context.rank == 1:
+        handle.remove()
+    sync.detach()
+    sync = thinwire.attach(ddp, rows=rows)
+    for _ in range(3):
+        step()
+        for parameter, mine in zip(
+            net.parameters(), torch.autograd.grad(net(words).square().mean(), [*net.parameters()]), strict=True
+        ):
+            dist.all_reduce(mine)
+            torch.testing.assert_close(parameter.grad, mine / context.world_size)
+    sync.detach()
+
+
+@pytest.mark.parametrize("where", ["backward", "forward"])
+@pytest.mark.parametrize("rows", ["auto", "zen"])
+def test_a_ddp_model_trains_on_after_a_failure_once_it_is_attached_again(rows: str, where: str) -> None:
+    """The reducer of a rank whose backward has failed waits for the rest of it."""
+    run_ranks(_trains_on, rows, where, world_size=2, timeout_seconds=60)

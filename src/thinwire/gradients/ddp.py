@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from copy import copy
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -218,6 +218,18 @@ def renew(ddp: DistributedDataParallel) -> bool:
     internals.renew_reducer(ddp)
     keep_group(ddp)
     return True
+
+
+failed: WeakSet[DistributedDataParallel] = WeakSet()
+"""Models that were detached after a failure: their reducers may wait for the rest of a backward."""
+
+
+def prepare(model: DistributedDataParallel, lane: Lane) -> None:
+    """Keep the group of a model, and give it another reducer, if that can be, after a failure on any rank."""
+    keep_group(model)
+    if [1.0] in lane.agree("whose model was detached after a failure", [float(model in failed)]):
+        failed.discard(model)
+        renew(model)
 
 
 def _stock(process_group: dist.ProcessGroup, gradient: Tensor) -> Future[Tensor]:

@@ -28,7 +28,7 @@ from thinwire.gradients.buckets import Buckets, Sums, as_real
 from thinwire.gradients.collective import CollectiveTables, measured
 from thinwire.gradients.compressed import CompressedSync, Statistics
 from thinwire.gradients.compression import GradScaler, Methods
-from thinwire.gradients.ddp import CODES, ROWS, Alone, DdpPlug, LeftToDdp, Plug, keep_group, keeps_buckets
+from thinwire.gradients.ddp import CODES, ROWS, Alone, DdpPlug, LeftToDdp, Plug, failed, keeps_buckets, prepare
 from thinwire.gradients.exact import OTHERS, GradientSync, NativeAllReduce, is_gloo, is_native, route_asked_for
 from thinwire.gradients.lossless import LosslessSync
 from thinwire.gradients.module import module_of, synchronized_buffers, synchronized_parameters
@@ -434,6 +434,8 @@ class Synchronizer(Attached):
         for lane in self._lanes:
             if self._passes.is_midway and not self._passes.is_running and lane.world_size > 1:
                 lane.break_off(f"detach() in the middle of a step of rank {lane.global_rank}")
+        if isinstance(self._model, DistributedDataParallel) and any(lane.is_broken for lane in self._lanes):
+            failed.add(self._model)
         self._release.detach()
         self._plug.remove()
         self._lookups.remove()
@@ -551,7 +553,7 @@ class Synchronizer(Attached):
 
     def _make_plug(self, sums: Sums, guard: Guard) -> Plug:
         if is_ddp := isinstance(self._model, DistributedDataParallel):
-            keep_group(self._model)
+            prepare(self._model, self._lane)
         planned = () if self._intent is None else self._intent.names
         dense = {*planned, *(() if self._compressed is None else self._compressed.plans)}
         rows = {key for key, name in self._names.items() if name not in dense}

@@ -609,8 +609,9 @@ def telling_peers(process_group: groups.Group, timeout: timedelta | None) -> Ite
     try:
         yield
     except ValueError as error:
+        limit = timeout if isinstance(timeout, timedelta) and timeout > timedelta() else None
         with suppress(ThinwireError):
-            agree_before(process_group, timeout, f"refused: {error}")
+            agree_before(process_group, limit, f"refused: {error}")
         raise
 
 

@@ -92,7 +92,8 @@ def attach(
         A `Synchronizer`: statistics, state, ``no_sync`` and ``detach``.
 
     Raises:
-        ValueError: an FSDP1 model, one that has another hook or is attached already; an unknown scheme; a
+        ValueError: an FSDP1 model; one that has another hook, or whose parameters something attached averages; an
+            unknown scheme; a
             compressor that refuses a parameter or its exchange; momentum twice; a plan of another model or world size,
             or with other groups than the buckets of DDP.
         MismatchError: ranks attach different models, schemes, compressors or plans; on every rank.
@@ -105,11 +106,8 @@ def attach(
     """
     model = find_model(model)
     group = _group_of(model, process_group)
-    if Synchronizer.runs_on(model):
-        raise ValueError("thinwire is attached to this model already: call detach() on its Synchronizer first")
-    with telling_peers(group, None):
-        check_timeout(timeout)
     with telling_peers(group, timeout):
+        check_timeout(timeout)
         resolve(rows)
         check_scaler(grad_scaler)
         excluded = left_out(model, exclude)
@@ -117,14 +115,16 @@ def attach(
         check_optimizers(model, excluded)
         check_mesh(model, group, excluded)
         route_asked_for()
+    Synchronizer.check_free(model, excluded, frozenset(dist.get_process_group_ranks(group)))
     with ExitStack() as undo:
         tables = _rows_in_shards(model, rows, group, timeout)
         if tables is not None:
             undo.callback(tables.remove)
             excluded |= tables.names
         with telling_peers(group, timeout):
-            trained = [one for _, one in synchronized_parameters(model, excluded) if one.requires_grad]
-            is_on_cpu = all(one.device.type == "cpu" for one in trained)
+            is_on_cpu = all(
+                p.device.type == "cpu" for _, p in synchronized_parameters(model, excluded) if p.requires_grad
+            )
             grouped = _Grouped.of(dense)
             grouped.check(model, is_on_cpu)
             parameters, others = dense_parameters(model, excluded, grouped.patterns())

@@ -7,6 +7,8 @@ import gc
 import io
 import os
 import pickle
+import select
+import signal
 import subprocess
 import sys
 import time
@@ -26,6 +28,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 import thinwire
+from clocks import PATIENCE
+from thinwire import outer
 from thinwire.comm.lane import Lane
 from thinwire.errors import LostPeerError, ThinwireError, raising
 from thinwire.gradients import synchronizer
@@ -866,3 +870,72 @@ def _registers_a_hook(context: RankContext, keeps: bool) -> bool:
 def test_after_detach_ddp_takes_a_hook_or_says_what_to_do(keeps: bool) -> None:
     for outcome in run_ranks(_registers_a_hook, keeps, world_size=2, timeout_seconds=60):
         assert outcome.value != keeps
+
+
+def in_fork(function: Callable[[], object]) -> str:
+    """Return what a function returns or raises in a forked process, which ends behind it."""
+    reading, writing = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads, which this process has
+        process = os.fork()
+    if process == 0:
+        try:
+            text = str(function())
+        except BaseException as error:
+            text = f"{type(error).__name__}: {error}"
+        os.write(writing, text.encode())
+        os._exit(0)
+    os.close(writing)
+    is_there = bool(select.select([reading], [], [], PATIENCE)[0])
+    os.kill(process, signal.SIGKILL)
+    os.waitpid(process, 0)
+    text = os.read(reading, 4096).decode() if is_there else "it hangs"
+    os.close(reading)
+    return text
+
+
+class _Ids(torch.utils.data.Dataset[Tensor]):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Tensor:
+        return ids_of(0, index)
+
+
+def _forks(context: RankContext, kind: str) -> None:
+    model = made("ddp" if kind == "ddp" else "plain")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    is_loop = kind == "loop"
+    ours = outer.attach(model, optimizer, outer.local_sgd(every=1)) if is_loop else thinwire.attach(model)
+    other = copy.deepcopy(model)
+
+    def step(number: int) -> Tensor:
+        model(ids_of(context.rank, number)).square().mean().backward()
+        optimizer.step()
+        return flat(model)
+
+    step(0)
+    step(1)  # in whose forward DDP makes its buckets again, by a collective
+    inner = model.module if kind == "ddp" else model
+    assert in_fork(lambda: inner(ids_of(0)).requires_grad) == "True"
+    says = in_fork(lambda: step(2))
+    assert says.startswith("ThinwireError: rank ")
+    assert 'a forked process has no connections: start it by "spawn", or train copy.deepcopy(model)' in says
+    if not is_loop:
+        assert in_fork(ours.detach) == "None"
+    if kind != "ddp":  # whose copy has a reducer, and its group
+        assert in_fork(lambda: len(train(other, 0))) == str(len(flat(other)))
+    loader = torch.utils.data.DataLoader(_Ids(), 2, num_workers=2, multiprocessing_context="fork")
+    assert [len(batch) for batch in loader] == [2] * 4
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Lane, "break_off", lambda *arguments: pytest.fail("the parent broke off"))
+        theirs = [torch.empty_like(step(3)) for _ in range(2)]
+    dist.all_gather(theirs, flat(model))
+    assert torch.equal(*theirs)
+    ours.detach()
+
+
+@pytest.mark.few
+@pytest.mark.parametrize("kind", ["plain", "ddp", "loop"])
+def test_a_forked_process_is_told_that_it_has_no_connections_and_the_parent_trains_on(kind: str) -> None:
+    run_ranks(_forks, kind, world_size=2, timeout_seconds=60)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import time
@@ -19,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from thinwire import compress, fuse, schemes
+from thinwire.comm.lane import Lane
 from thinwire.errors import unknown
 from thinwire.lab.testbed.launch import RankContext, run_ranks
 from thinwire.plan import Group, Plan
@@ -116,7 +118,7 @@ ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"exclude": lambda name: True}, "exclude has <function .*, which is no parameter"),
     ({"exclude": [3]}, "exclude has 3, which"),
     ({"exclude": "*"}, "Sequential has no parameters but those of exclude=, which leaves nothing"),
-    ({"timeout": "5"}, r"timeout is '5': pass a datetime.timedelta, such as timedelta\(seconds=5\)"),
+    ({"timeout": "5"}, r"timeout is '5': pass a positive datetime.timedelta, such as timedelta\(seconds=5\)"),
     ({"timeout": 5}, r"timedelta\(seconds=5\)"),
     ({"grad_scaler": 1}, "grad_scaler is 1: pass the torch.amp.GradScaler"),
     ({"dense": compress.top_k(0.01), "grad_scaler": True}, "grad_scaler is True: pass the torch.amp.GradScaler"),
@@ -181,7 +183,9 @@ def _one_mistake(context: RankContext, options: dict[str, Any], says: str) -> No
         ({"rows": "zeen"}, "unknown scheme 'zeen'"),
         ({"dense": {"*": "top_k"}}, "unknown dense 'top_k'"),
         ({"grad_scaler": 1}, "grad_scaler is 1"),
-        ({"timeout": -1}, "timeout is -1"),
+        ({"timeout": -1}, "timeout is -1: pass"),
+        ({"timeout": timedelta(seconds=-1)}, "timeout is -1 s: pass a positive datetime.timedelta"),
+        ({"timeout": timedelta()}, "timeout is 0 s: pass a positive datetime.timedelta"),
         ({"exclude": 3}, "exclude has 3"),
     ],
 )
@@ -193,7 +197,7 @@ def test_a_mistake_on_one_rank_is_heard_by_all(options: dict[str, Any], says: st
 def test_a_model_that_is_attached_already_or_inside_of_ddp() -> None:
     module = model()
     sync = thinwire.attach(module)
-    with pytest.raises(ValueError, match=r"attached to this model already: call detach\(\)"):
+    with pytest.raises(ValueError, match=r"attached to this model already, and averages gradients: call detach\(\)"):
         thinwire.attach(module)
     sync.detach()
     sync.detach()
@@ -209,6 +213,82 @@ def test_a_model_that_is_attached_already_or_inside_of_ddp() -> None:
     with pytest.raises(thinwire.ThinwireError, match="attach the DDP model, as in `ddp = DistributedDataParallel"):
         ddp(torch.ones(2, 64)).sum().backward()
     inner.detach()
+
+
+def _refused(says: str, attach: Callable[[], object]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Lane, "__init__", lambda *arguments: pytest.fail("ranks were to be asked"))
+        with pytest.raises(ValueError, match=says):
+            attach()
+
+
+def _shares_parameters(context: RankContext) -> None:
+    """A part, the whole, a container, what is compiled, and what DDP averages; in both orders."""
+    module = model()
+    ddp, compiled = DistributedDataParallel(module), torch.compile(module, backend="eager")
+    for part, whole, name in (
+        (module[0], module, "(0.)?weight"),
+        (module, nn.Sequential(module), "(0.)?0.weight"),
+        (module, compiled, "(_orig_mod.)?0.weight"),
+        (module, ddp, "0.weight"),
+    ):
+        for first, second in ((part, whole), (whole, part)):
+            sync = thinwire.attach(first)
+            says = rf"another {type(first).__name__} with parameter '{name}' of this one already, .*: call detach\(\)"
+            _refused(f"{says} .*, or pass exclude='{name}'$", lambda second=second: thinwire.attach(second))
+            sync.detach()
+            thinwire.attach(second).detach()
+    ends = thinwire.attach(module[0]), thinwire.attach(module, exclude="0.*")
+    module(torch.full((1, 64), float(context.rank))).sum().backward()
+    mean = module[0].weight.grad.clone()
+    dist.all_reduce(mean)
+    assert torch.equal(mean / 2, module[0].weight.grad)
+    for sync in ends:
+        sync.detach()
+    module[0].requires_grad_(False)  # as a backbone that is trained by none
+    ends = thinwire.attach(module), thinwire.attach(nn.Sequential(module[0], nn.Linear(64, 2)))
+    for sync in ends:
+        sync.detach()
+    module[0].requires_grad_(True)
+    container = nn.Sequential(module)
+    thinwire.attach(container)
+    del container
+    gc.collect()
+    ends = thinwire.attach(ddp), thinwire.attach(DistributedDataParallel(module))  # of which each averages its passes
+    for sync in ends:
+        sync.detach()
+
+
+@pytest.mark.ranks
+def test_parameters_that_are_synchronized_already_are_refused_before_anything_is_sent() -> None:
+    run_ranks(_shares_parameters, world_size=2, timeout_seconds=60)
+
+
+def _loop_and_attach(context: RankContext) -> None:
+    module, loop_of = model(), thinwire.outer.local_sgd(every=4)
+    optimizer = torch.optim.SGD(module.parameters(), 0.1)
+
+    def apart(given: nn.Module = module) -> thinwire.OuterLoop:
+        return thinwire.outer.attach(given, optimizer, loop_of)
+
+    loop, ddp = apart(), DistributedDataParallel(module)
+    says = r"outer loop of {} runs already, and trains ranks apart: call detach\(\) on it first"
+    _refused(says.format("this model"), lambda: thinwire.attach(module))
+    _refused(says.format("another Sequential with parameter '0.weight' of this one"), lambda: thinwire.attach(ddp))
+    _refused(says.format("this model"), apart)
+    loop.detach()
+    sync = thinwire.attach(module)
+    _refused("thinwire is attached to this model already, and averages gradients", apart)
+    sync.detach()
+    alone = [dist.new_group([rank]) for rank in range(2)][context.rank]
+    loop, sync = apart(), thinwire.attach(module, process_group=alone)  # as hosts that average gradients inside
+    for ends in (loop, sync):
+        ends.detach()
+
+
+@pytest.mark.ranks
+def test_an_outer_loop_and_averaged_gradients_of_the_same_ranks_are_refused() -> None:
+    run_ranks(_loop_and_attach, world_size=2, timeout_seconds=60)
 
 
 @pytest.mark.slow

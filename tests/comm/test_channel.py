@@ -18,7 +18,7 @@ from clocks import PATIENCE
 from loopback import LoopbackExchange, run_threads, synchronized
 from thinwire import schemes
 from thinwire.comm.c10d import unregistered_group
-from thinwire.comm.channel import Channel, Draft, Subject
+from thinwire.comm.channel import Channel, Draft, Subject, first_difference
 from thinwire.comm.process_group import Exchange
 from thinwire.errors import CorruptHeaderError, CorruptMessageError, LostPeerError, MismatchError, PeerError
 from thinwire.rows.formats import Format, Header, Kind
@@ -438,3 +438,19 @@ def test_equal_drafts_are_sealed_once() -> None:
         return sum(message.payload.numel() for message in messages)
 
     assert run_threads(3, rank) == [24] * 3
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "shown"),
+    [
+        ("a b route", "a q b route", ("(no such line)", "q")),
+        ("a q b route", "a b route", ("q", "(no such line)")),
+        ("a b", "a b q", ("(no such line)", "q")),
+        ("a b route", "a q route", ("b", "q")),
+        ("a b route", "b a route", ("a", "b")),
+        ("a", "a a", ("(no such line)", "a")),
+    ],
+)
+def test_of_a_line_that_only_one_rank_has_the_line_is_shown(mine: str, theirs: str, shown: tuple[str, str]) -> None:
+    """Ranks with one more parameter on one of them were told about the line behind the parameters."""
+    assert first_difference(mine.replace(" ", "\n"), theirs.replace(" ", "\n")) == shown

@@ -254,7 +254,7 @@ def refuse(context: RankContext) -> None:
     refuses("static_graph", lambda: DistributedDataParallel(Net(True), static_graph=True))
     averaged = inside("ddp", mesh)
     sync = thinwire.attach(averaged)
-    refuses("thinwire.attach averages gradients of this model in every step", lambda: averaged)
+    refuses("attached to this model already, and averages gradients", lambda: averaged)
     sync.detach()
     refuses(
         r"ranks \[0, 1\] average gradients.*fully_shard\(model, mesh=mesh\['host'\]\)", lambda: inside("fsdp", mesh)

@@ -295,11 +295,10 @@ class Channel:
         if all(header.digest == self.digest and header.sequence == self.sequence for header in headers):
             return
         texts = self._swap_text(f"call {self.sequence} on this lane: {self.subject.name}\n{self.subject.description}")
-        others = ((rank, text) for rank, text in enumerate(texts) if text != texts[self.rank])
-        rank, theirs = next(others, (None, None))
-        if rank is None or theirs is None:
+        rank = next((rank for rank, text in enumerate(texts) if text != texts[self.rank]), None)
+        if rank is None:
             raise CorruptHeaderError(f"{self.where()}: a header of another conversation, with the same description")
-        mine_line, their_line = first_difference(texts[self.rank], theirs)
+        mine_line, their_line = first_difference(texts[self.rank], texts[rank])
         error = MismatchError(
             f"{self.where()}: ranks disagree about what is synchronized.\n  rank {self.global_rank()}: {mine_line}\n"
             f"  rank {self.global_rank(rank)}: {their_line}\nAll ranks must make the same calls in the same order, with"
@@ -433,7 +432,14 @@ def _as_bytes(data: bytes) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
+_NO_LINE = "(no such line)"
+
+
 def first_difference(mine: str, theirs: str) -> tuple[str, str]:
-    """Return the first lines in which two texts differ."""
-    lines = zip_longest(mine.splitlines(), theirs.splitlines(), fillvalue="(nothing more)")
-    return next(((a, b) for a, b in lines if a != b), ("(a long description)", "(another one, equal at first)"))
+    """Return the first lines in which two texts differ, or the first line that only one of them has."""
+    ours, others = mine.splitlines(), theirs.splitlines()
+    for index, (one, other) in enumerate(zip_longest(ours, others, fillvalue=_NO_LINE)):
+        if one != other:
+            is_extra, is_missing = other in ours[index:], one in others[index:]  # both where the order differs
+            return one if is_extra or not is_missing else _NO_LINE, other if is_missing or not is_extra else _NO_LINE
+    return "(a long description)", "(another one, equal at first)"

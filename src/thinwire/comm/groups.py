@@ -96,18 +96,18 @@ def let_go(group: dist.ProcessGroup) -> None:
 
 LETTING_GO_SECONDS = 1.0
 """Seconds after which the C++ parts of a model that is being collected are gone."""
-_ending: WeakSet[Future[None]] = WeakSet()  # held by the threads that end groups
+ending: WeakSet[Future[None]] = WeakSet()  # held by the threads that end groups
 
 
 def end_beside(groups: list[Any], seconds: float = 0.0) -> None:
     """Clear a list of groups, on another thread and after some seconds: the end of a broken one may wait for long."""
     with suppress(RuntimeError):  # no thread starts while the process exits
-        _ending.add(beside("thinwire-ending", lambda: time.sleep(seconds) or groups.clear()))
+        ending.add(beside("thinwire-ending", lambda: time.sleep(seconds) or groups.clear()))
 
 
 def wait_for_ends(seconds: float) -> None:
     """Wait for the threads of `end_beside`."""
-    wait([*_ending], seconds)
+    wait([*ending], seconds)
 
 
 def take_group(parent: dist.ProcessGroup, kind: _Kind, notes: Notes) -> PrivateGroup:

@@ -6,6 +6,7 @@ It also propagates a validation error of one rank to all ranks, which would othe
 from __future__ import annotations
 
 import atexit
+import os
 import queue
 import re
 import socket
@@ -65,6 +66,25 @@ def _end_all() -> None:
     _leave_python_to_gloo()
 
 
+FORKED = 'a forked process has no connections: start it by "spawn", or train copy.deepcopy(model), which has no hooks'
+_of_parents: list[object] = []
+
+
+def _leave_to_parent() -> None:
+    """Break all lanes off in a process that was forked; connections and notes are the parent's, and left alone.
+
+    A thread of the parent may have held the lock. Groups are kept for ever: their end would wait for their threads.
+    """
+    groups.ending.clear()
+    for lane in list(_running):
+        lane._breaking, lane._broken = threading.RLock(), ThinwireError(FORKED)
+        lane.is_forked = lane.is_broken = lane.is_closed = True
+        _of_parents.extend(lane._groups())
+        lane._group = lane._own = lane._native = None
+        lane._adopted = []
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 _RUN_LOOP = re.compile(r"Name:\tpt_gloo_runloop\n.*\nState:\t(\w).*\nvoluntary_ctxt_switches:\t(\d+)", re.DOTALL)
 
 
@@ -138,6 +158,9 @@ class Lane:
             ranks of ``process_group`` do, or none for a private group.
     """
 
+    is_forked = False
+    """Whether this process was forked from the one that has its thread, connections and notes."""
+
     def __init__(
         self,
         process_group: groups.Group | PrivateGroup = None,
@@ -182,8 +205,7 @@ class Lane:
         self._broken: Exception | None = None
         self.is_broken = False  # whether it broke off, so that jobs fail
         self.is_closed = False  # whether its thread ends, so that later jobs would not begin
-        self._machine: Machine | None = None
-        self._is_measured = False
+        self._measured: list[Machine | None] = []
         self._claim = threading.Lock()
         self._current: tuple[Future[Any], Callable[[], None]] | None = None  # the running job, and what ends it
         self._beginning = threading.RLock()
@@ -241,7 +263,8 @@ class Lane:
         """
         future: Future[T] = Future()
         if self.is_closed:
-            error = ThinwireError(f"rank {self.global_rank}: ranks exchange nothing after detach(): attach again")
+            why = FORKED if self.is_forked else "ranks exchange nothing after detach(): attach again"
+            error = ThinwireError(f"rank {self.global_rank}: {why}")
             future.set_exception(error)  # type: ignore[arg-type]
             return future
         begun: list[Callable[[], object]] = []
@@ -377,9 +400,7 @@ class Lane:
         with self._breaking:
             if self._broken is None:
                 own, is_of_peer = self._own, is_of_a_peer(error)
-                if own is not None and not (
-                    error is not None and groups.timed_out(error)
-                ):  # then Gloo closes all of them
+                if own is not None and not groups.timed_out(error):  # then Gloo closes all of them
                     self.lost = frozenset(own.lost())
                 self._broken = ThinwireError(reason)  # a new one, without a traceback: its frames would hold the group
                 self.is_broken = True
@@ -452,6 +473,8 @@ class Lane:
         """Raise ThinwireError if the lane was broken off, so that ``what`` cannot be synchronized; by whom if known."""
         if self._broken is None:
             return
+        if self.is_forked:
+            raise ThinwireError(f"rank {self.global_rank}, {what}: {self._broken}")
         if not isinstance(self._broken, LostPeerError):
             with self._breaking:
                 pass  # who breaks off has left its note then
@@ -490,10 +513,9 @@ class Lane:
 
         Only a running job may call it. The first call measures, on all ranks together, for a few tenths of a second.
         """
-        if not self._is_measured:
-            self._machine = measure(self._setup_exchange())
-            self._is_measured = True
-        return self._machine
+        if not self._measured:
+            self._measured.append(measure(self._setup_exchange()))
+        return self._measured[0]
 
     def _find_hosts(self) -> None:
         """Discover the hosts before the first job, on a separate exchange: a lane counts only bytes of its jobs.
@@ -609,8 +631,9 @@ def telling_peers(process_group: groups.Group, timeout: timedelta | None) -> Ite
     try:
         yield
     except ValueError as error:
+        limit = timeout if isinstance(timeout, timedelta) and timeout > timedelta() else None
         with suppress(ThinwireError):
-            agree_before(process_group, timeout, f"refused: {error}")
+            agree_before(process_group, limit, f"refused: {error}")
         raise
 
 

@@ -90,6 +90,12 @@ def synchronized_parameters(model: nn.Module, excluded: Container[str] = ()) -> 
             yield name, parameter
 
 
+def trained_names(model: nn.Module, excluded: Container[str] = ()) -> dict[int, str]:
+    """Return the names of trained parameters by identity, of those too that FSDP shards."""
+    named = model.named_parameters() if is_sharded(model) else synchronized_parameters(model, excluded)
+    return {id(one): name for name, one in named if one.requires_grad and name not in excluded}
+
+
 def synchronized_buffers(module: nn.Module, excluded: Container[str] = ()) -> Iterator[tuple[str, Tensor]]:
     """Yield buffers by name, without those that are excluded."""
     return ((name, buffer) for name, buffer in module.named_buffers() if name not in excluded)
@@ -134,7 +140,8 @@ def find_model(model: nn.Module) -> nn.Module:
         return model
     (name, ddp), *others = inside
     kind = "an FSDP model" if is_sharded(ddp) else "a DistributedDataParallel"
-    if not others and not isinstance(model, DistributedDataParallel) and _has_all_parameters(ddp, model):
+    has_all = trained_names(model).keys() <= set(map(id, ddp.parameters()))
+    if not others and not isinstance(model, DistributedDataParallel) and has_all:
         logger.info("%s is a wrapper of %s, %r: attached to that", type(model).__name__, kind, name)
         return ddp
     if is_sharded(ddp):
@@ -170,17 +177,10 @@ def check_engine(module: nn.Module) -> None:
         )
 
 
-def _has_all_parameters(part: nn.Module, whole: nn.Module) -> bool:
-    """Return whether all trained parameters of the whole are in a part."""
-    known = {id(parameter) for parameter in part.parameters()}
-    return all(id(parameter) in known for parameter in whole.parameters() if parameter.requires_grad)
-
-
 def check_parameters(model: nn.Module, excluded: Container[str] = ()) -> None:
     """Raise ValueError if a model has no trained parameters, or one that cannot be synchronized."""
     named = dict(synchronized_parameters(model, excluded))
-    trained = (parameter.device for parameter in named.values() if parameter.requires_grad)
-    device = next(trained, None)
+    device = next((parameter.device for parameter in named.values() if parameter.requires_grad), None)
     if is_sharded(model) and device is None:  # FSDP ignores nothing that is trained
         return
     if not named:
@@ -212,8 +212,9 @@ def check_parameters(model: nn.Module, excluded: Container[str] = ()) -> None:
 
 def check_timeout(timeout: object) -> None:
     """Raise ValueError for what is no time to wait."""
-    if timeout is not None and not isinstance(timeout, timedelta):
-        raise ValueError(f"timeout is {timeout!r}: pass a datetime.timedelta, such as timedelta(seconds=5)")
+    if timeout is not None and not (isinstance(timeout, timedelta) and timeout > timedelta()):
+        shown = f"{timeout.total_seconds():g} s" if isinstance(timeout, timedelta) else repr(timeout)
+        raise ValueError(f"timeout is {shown}: pass a positive datetime.timedelta, such as timedelta(seconds=5)")
 
 
 def check_mesh(model: nn.Module, group: dist.ProcessGroup, excluded: Container[str] = ()) -> None:

@@ -34,6 +34,7 @@ from thinwire.gradients.module import (
     is_sharded,
     module_of,
     synchronized_parameters,
+    trained_names,
 )
 from thinwire.gradients.tables import Hook, tensors_of, weak
 from thinwire.gradients.torch_internals import ENGINE_FRAME, active_ddp, at_end_of_backward, graph_task, has_optimizer
@@ -178,8 +179,7 @@ class Structure:
         except ValueError as error:
             raise ThinwireError(str(error)) from None
         kinds = {id(parameter): kind for parameter, kind in zip(self._kept, self._kinds, strict=True)}
-        synchronized = synchronized_parameters(model, self._excluded)
-        trained = [(name, parameter) for name, parameter in synchronized if parameter.requires_grad]
+        trained = [pair for pair in synchronized_parameters(model, self._excluded) if pair[1].requires_grad]
         for name, parameter in trained:
             now = (parameter.dtype, parameter.device)
             if kinds.get(id(parameter), now) != now:
@@ -242,12 +242,10 @@ class Guard:
 
     def broke_off(self, error: BaseException | None) -> LostPeerError | None:
         """Break off after an error, None for an unknown one; return what to raise instead, if anything."""
-        lanes = [lane for lane in self.lanes if lane.world_size > 1]
+        lanes, lost = [lane for lane in self.lanes if lane.world_size > 1], None
         if lanes and is_of_a_peer(error) and not isinstance(error, LostPeerError):
             assert error is not None
             error = lost = lanes[0].lost_to(error)
-        else:
-            lost = None
         for lane in lanes:
             why = "" if error is None else f": {type(error).__name__}: {error}"
             lane.break_off(REASON.format(rank=lane.global_rank) + why, error)
@@ -424,7 +422,8 @@ class Passes(Backward):
     def _check(self) -> None:
         """Raise ThinwireError if gradients of this model cannot be sent: an earlier step failed, or it has changed."""
         for lane in filter(_IS_BROKEN, self._guard.lanes):
-            lane.check("the gradients of this step", CURE)
+            if not lane.is_forked or active_ddp() is not None:  # else backward raises, if it is called at all
+                lane.check("the gradients of this step", CURE)
         if self._guard.lanes[0].world_size > 1:
             try:
                 self._structure.check()
@@ -513,8 +512,7 @@ class Passes(Backward):
 
     def _trains(self, optimizer: Optimizer) -> bool:
         """Return whether most gradients that an optimizer is about to use are of this model."""
-        groups: list[dict[str, Any]] = optimizer.param_groups
-        used = [parameter for group in groups for parameter in group["params"] if parameter.grad is not None]
+        used = [one for group in optimizer.param_groups for one in group["params"] if one.grad is not None]
         return 2 * sum(parameter in self._structure for parameter in used) > len(used)
 
 
@@ -528,10 +526,6 @@ def check_optimizers(model: nn.Module, excluded: Container[str]) -> None:
 def _refuse_inside_ddp(module: nn.Module, excluded: Container[str]) -> None:
     """Raise for a plain module inside DDP: gradients would travel twice, and stay uncompressed."""
     ddp = active_ddp()
-    if is_replicated(module) or (ddp is not None and _share_parameters(ddp, module, excluded)):
+    theirs = () if ddp is None else (id(parameter) for _, parameter in synchronized_parameters(ddp))
+    if is_replicated(module) or (ddp is not None and not trained_names(module, excluded).keys().isdisjoint(theirs)):
         raise ThinwireError(INSIDE_DDP)
-
-
-def _share_parameters(ddp: DistributedDataParallel, module: nn.Module, excluded: Container[str]) -> bool:
-    mine = {id(parameter) for _, parameter in synchronized_parameters(module, excluded) if parameter.requires_grad}
-    return any(id(parameter) in mine for _, parameter in synchronized_parameters(ddp))

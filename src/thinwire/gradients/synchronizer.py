@@ -1,14 +1,13 @@
 """`Synchronizer`: the statistics, the state, and the end of a synchronization."""
 
 import weakref
-from abc import ABC, abstractmethod
-from collections import ChainMap
+from collections import ChainMap, Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any, ClassVar, final
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -31,7 +30,7 @@ from thinwire.gradients.compression import GradScaler, Methods
 from thinwire.gradients.ddp import CODES, ROWS, Alone, DdpPlug, LeftToDdp, Plug, failed, keeps_buckets, prepare
 from thinwire.gradients.exact import OTHERS, GradientSync, NativeAllReduce, is_gloo, is_native, route_asked_for
 from thinwire.gradients.lossless import LosslessSync
-from thinwire.gradients.module import module_of, synchronized_buffers, synchronized_parameters
+from thinwire.gradients.module import module_of, synchronized_buffers, synchronized_parameters, trained_names
 from thinwire.gradients.parameters import ParameterHooks, Trained, indices_of, share_first, trained_parameters
 from thinwire.gradients.passes import Guard, Passes
 from thinwire.gradients.sharded.layout import ShardedHooks, Sharding, sharding_of
@@ -50,55 +49,42 @@ from thinwire.sums.named import Rows
 from thinwire.tune.prices import Route
 
 
-class Attached(ABC):
-    """What runs on a model after it was attached: its statistics, its state, and its end.
+class Attached:
+    """What runs on a model after it was attached, of one kind: whose parameters it averages.
 
     A copy or a file of a model that has it as an attribute has None there: those are not attached.
     """
 
     keeps_ranks_alike: ClassVar[bool] = True
     """Whether all ranks have the same parameters after each step, so that a difference is corruption."""
-    _running: ClassVar[WeakSet[nn.Module]]
+    refusal: ClassVar[str]
+    """Why nothing else may be attached, with a blank for the model."""
+    _running: ClassVar[WeakKeyDictionary[nn.Module, tuple[frozenset[str], frozenset[int]]]]
+    """What each model leaves alone, and its ranks."""
 
     def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        cls._running = WeakSet()
+        cls._running = WeakKeyDictionary()
 
     @classmethod
-    def runs_on(cls, model: nn.Module) -> bool:
-        """Return whether one of this class is attached to a model, and not detached yet."""
-        return model in cls._running
+    def check_free(cls, model: nn.Module, excluded: frozenset[str], ranks: frozenset[int]) -> None:
+        """Raise ValueError if a trained parameter is averaged by what is attached already, to this model or another.
+
+        DDP models may share parameters: each averages what its own forward uses. An outer loop may have ranks among
+        which no others average gradients.
+        """
+        mine = trained_names(model, excluded)
+        for kind in Attached.__subclasses__():
+            for other, (alone, theirs) in kind._running.items():
+                are_ddp = other is not model and all(isinstance(one, DistributedDataParallel) for one in (model, other))
+                is_apart = are_ddp or (kind is not cls and len(ranks & theirs) < 2)
+                shared = {} if is_apart else trained_names(other, alone)
+                for name in (name for key, name in mine.items() if key in shared):
+                    what = f"another {type(other).__name__} with parameter {name!r} of this one"
+                    what, cure = ("this model", "") if other is model else (what, f", or pass exclude={name!r}")
+                    raise ValueError(kind.refusal.format(what) + cure)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
-
-    @abstractmethod
-    def stats(self) -> dict[str, float]:
-        """Return totals of this rank since it was attached. Slash names suit any metrics logger."""
-
-    @abstractmethod
-    def table(self) -> list[dict[str, str | int | float]]:
-        """Return one row per parameter, or group of them that travels together, with the bytes of the last step."""
-
-    @abstractmethod
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of this rank: plain values and tensors, for ``torch.load(..., weights_only=True)``."""
-
-    @abstractmethod
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned on this rank."""
-
-    @abstractmethod
-    def gathered(self) -> Gathered:
-        """Return the states of all ranks as one object."""
-
-    @abstractmethod
-    def watch_lane(self, watcher: Callable[[float, float], None] | None) -> None:
-        """Call ``watcher`` with the start and end (`time.perf_counter`) of each job of the lane; None ends that."""
-
-    @abstractmethod
-    def detach(self) -> None:
-        """Remove all hooks and release the lane, on all ranks. Safe to call twice."""
 
 
 @final
@@ -108,6 +94,8 @@ class Synchronizer(Attached):
     It keeps its model alive, and the model does not need it: hooks hold its parts. When neither is referenced,
     the model is freed, and its lane with it, as if `detach` had been called.
     """
+
+    refusal = "thinwire is attached to {} already, and averages gradients: call detach() on its Synchronizer first"
 
     def __init__(
         self,
@@ -196,7 +184,7 @@ class Synchronizer(Attached):
         self._warn_of_no_gain()
         for lane in self._lanes:
             lane.doing = weak(self._passes.doing)
-        self._running.add(model)
+        self._running[model] = excluded.difference(self._of_rows), frozenset(dist.get_process_group_ranks(group))
         hooks = (self._passes, self._lookups) if self._sharding is None else ()  # FSDP's hold the model
         self._release = weakref.finalize(model, _release, hooks, self._lanes)
         self._release.atexit = False  # type: ignore[misc]  # a property, which the stubs make a field
@@ -439,7 +427,7 @@ class Synchronizer(Attached):
         self._release.detach()
         self._plug.remove()
         self._lookups.remove()
-        self._running.discard(self._model)
+        self._running.pop(self._model, None)
         self._passes.remove()
         if self._methods.tables is not None:
             self._methods.tables.remove()
@@ -465,10 +453,8 @@ class Synchronizer(Attached):
     def _device_of(self, named: Mapping[str, nn.Parameter]) -> torch.device:
         """Return where gradients are."""
         if self._sharding is not None:
-            device: torch.device = self._sharding.units[0].group.device
-            return device
-        trained = (parameter.device for parameter in named.values() if parameter.requires_grad)
-        return next(trained, torch.device("cpu"))
+            return torch.device(self._sharding.units[0].group.device)
+        return next((one.device for one in named.values() if one.requires_grad), torch.device("cpu"))
 
     def _make_lanes(self, group: dist.ProcessGroup, inner: dist.ProcessGroup, timeout: timedelta | None) -> None:
         """Make the lanes beside that of the group: of the ranks that sum, of other meshes, of shards and tables."""
@@ -492,8 +478,8 @@ class Synchronizer(Attached):
         """Return a lane for each group of Gloo's over which FSDP gathers parameters, for its connections."""
         if self._sharding is None or self._device.type != "cpu":
             return {}
-        known = {self._sharding.dimension(): self._inner}
-        known |= {one.dimension(): lane for one, lane in self._meshes.items()}
+        lanes = ((self._sharding, self._inner), *self._meshes.items())
+        known = {one.dimension(): lane for one, lane in lanes}
         shards = [one.shards for one in (self._sharding, *self._sharding.others) if one.shards is not None]
         return {group: known.get(group) or within(group) for group in dict.fromkeys(shards) if is_gloo(group)}
 
@@ -523,9 +509,7 @@ class Synchronizer(Attached):
 
     def _beside(self, group: dist.ProcessGroup, lane: Lane) -> Buckets:
         """Return a queue for gradients that FSDP does not reduce: by the group if it is of NCCL, else by the lane."""
-        native = None
-        if is_native(group, self._device):
-            native = NativeAllReduce(group, self._gradients, lane.lost_to, is_own=True)
+        native = NativeAllReduce(group, self._gradients, lane.lost_to, True) if is_native(group, self._device) else None
         sums = Sums(self._gradients, native, self._make_collective(group, lane, native))
         self._sums.beside.append((sums, lane))
         return Buckets(sums, self._lookups, self._names, lane, self._staging)
@@ -646,11 +630,10 @@ class Synchronizer(Attached):
         lossless = self._lossless
         if lossless is None or not self._may_code():
             return None
-        num_bytes: dict[torch.dtype, int] = {}
+        num_bytes = Counter[torch.dtype]()
         for name, parameter in named.items():
             if parameter.requires_grad and lossless.how(name) == AUTO:
-                dtype = as_real(torch.empty(0, dtype=parameter.dtype)).dtype
-                num_bytes[dtype] = num_bytes.get(dtype, 0) + parameter.nbytes
+                num_bytes[as_real(torch.empty(0, dtype=parameter.dtype)).dtype] += parameter.nbytes
         plug, lane = self._plug, self._lane  # and not this object, which holds the model
 
         def turn(dtypes: Sequence[torch.dtype], stands: bool) -> None:

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire.attach import attach as attach_model
 from thinwire.comm.process_group import ring_all_reduce_bytes
 from thinwire.errors import ThinwireError, logger
-from thinwire.gradients.synchronizer import Attached, Synchronizer
+from thinwire.gradients.synchronizer import Synchronizer
 from thinwire.gradients.tables import lookups_of_features
 from thinwire.outer import OuterLoop, OuterRecipe, local_sgd
 from thinwire.outer import attach as attach_outer
@@ -66,7 +66,7 @@ def attach(model: Any, outer: OuterRecipe | None = None, tables: Any = None, **o
             "all parameters of this DistributedModelParallel are sharded, so no gradient is synchronized; with"
             " init_data_parallel=False call model.init_data_parallel() before attach"
         )
-    parts: dict[str, Attached] = {}
+    parts: dict[str, Synchronizer | OuterLoop] = {}
     of_tables = {name: value for name, value in options.items() if name in ("rows", "timeout")}
     with ExitStack() as undo:
         for name, ddp in models.items():
@@ -104,7 +104,7 @@ class DmpSynchronizer:
         replicas: replicas of sharded tables, or None without 2D parallelism.
     """
 
-    def __init__(self, parts: dict[str, Attached], replicas: ReplicaSync | None) -> None:
+    def __init__(self, parts: dict[str, Synchronizer | OuterLoop], replicas: ReplicaSync | None) -> None:
         self.parts, self.replicas = parts, replicas
 
     def stats(self) -> dict[str, float]:

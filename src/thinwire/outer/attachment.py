@@ -14,7 +14,7 @@ from thinwire.comm.lane import telling_peers
 from thinwire.compress.assign import NATIVE, Dense
 from thinwire.gradients.module import check_mesh, check_parameters, check_timeout, find_model, left_out, module_of
 from thinwire.gradients.torch_internals import needed
-from thinwire.outer.inner import outer_group
+from thinwire.outer.inner import outer_group, ranks_of
 from thinwire.outer.loop import OuterLoop
 from thinwire.outer.members import Members
 from thinwire.outer.recipe import OuterRecipe
@@ -56,8 +56,8 @@ def attach(
         An `OuterLoop`: statistics, state, ``synchronize``, ``global_parameters`` and ``detach``.
 
     Raises:
-        ValueError: a model that runs in an outer loop already; an optimizer that trains another model; an unknown
-            scheme; a compressor that refuses a parameter or its exchange.
+        ValueError: a model that something else attached averages, or its gradients; an optimizer that trains another
+            model; an unknown scheme; a compressor that refuses a parameter or its exchange.
         MismatchError: ranks attach different models, recipes, schemes or compressors; on every rank.
 
     Example:
@@ -72,12 +72,9 @@ def attach(
     may_lose_ranks = isinstance(process_group, Members) or recipe.min_ranks is not None
     instead = 'average gradients by DDP, under init_process_group("thinwire")'
     check_names("outer.attach", instead, f"{NEEDED} {UNREGISTERED * may_lose_ranks}", needed(model))
-    if OuterLoop.runs_on(model):
-        raise ValueError("an outer loop of this model runs already: call detach() on it first")
     group = process_group if isinstance(process_group, Members) else outer_group(model, process_group)
-    with nullcontext() if isinstance(group, Members) else telling_peers(group, None):
-        check_timeout(timeout)
     with nullcontext() if isinstance(group, Members) else telling_peers(group, timeout):
+        check_timeout(timeout)
         resolve(rows)
         excluded = left_out(model, exclude)
         check_parameters(model, excluded)
@@ -85,6 +82,7 @@ def attach(
             check_mesh(model, group, excluded)
         _check_recipe(recipe, group)
         counted = _unwrapped(optimizer, module_of(model))
+    OuterLoop.check_free(model, excluded, ranks_of(group))
     return OuterLoop(model, group, recipe, counted, rows, dense, excluded, timeout)
 
 

@@ -20,7 +20,6 @@ from thinwire.gradients import torch_internals as internals
 from thinwire.gradients.module import is_dtensor, is_sharded, like, local_of
 from thinwire.gradients.parameters import broadcast_all
 from thinwire.gradients.sharded.layout import sharding_of
-from thinwire.gradients.synchronizer import Synchronizer
 from thinwire.outer.members import Members
 from thinwire.outer.recipe import OuterRecipe
 
@@ -105,7 +104,7 @@ def outer_group(model: nn.Module, chosen: Group) -> dist.ProcessGroup:
 def train_apart(model: nn.Module, outer: dist.ProcessGroup | Members) -> Callable[[], None]:
     """Keep DDP or FSDP2 from averaging gradients over the ranks of an outer loop; return what undoes that."""
     undo = ExitStack()
-    if isinstance(model, DistributedDataParallel) and _has_ranks_of(resolve_group(model.process_group), outer):
+    if isinstance(model, DistributedDataParallel) and ranks_of(resolve_group(model.process_group)) == ranks_of(outer):
         undo.callback(internals.without_synchronization(model))
     elif (sharding := sharding_of(model)) is not None and sharding.replicas is not None:
         for unit in sharding.units:
@@ -113,9 +112,10 @@ def train_apart(model: nn.Module, outer: dist.ProcessGroup | Members) -> Callabl
     return undo.close
 
 
-def _has_ranks_of(group: dist.ProcessGroup, outer: dist.ProcessGroup | Members) -> bool:
-    ranks = None if isinstance(outer, Members) else set(dist.get_process_group_ranks(outer))
-    return ranks == set(dist.get_process_group_ranks(group))
+def ranks_of(outer: dist.ProcessGroup | Members) -> frozenset[int]:
+    """Return the ranks of an outer loop; of `Members` all of this job, as each trains alone."""
+    of_job = range(dist.get_world_size() if dist.is_initialized() else 0)
+    return frozenset(of_job if isinstance(outer, Members) else dist.get_process_group_ranks(outer))
 
 
 def inner_group(
@@ -137,14 +137,12 @@ def inner_group(
         return None
     if isinstance(model, DistributedDataParallel):
         group, is_alike = resolve_group(model.process_group), True
-        if _has_ranks_of(group, outer):
-            if Synchronizer.runs_on(model):
-                raise ValueError("thinwire.attach averages gradients of this model in every step: detach() it first")
+        if ranks_of(group) == ranks_of(outer):
             if model.static_graph:
                 raise ValueError("DDP averages gradients in its first step with static_graph=True: leave that out")
             return None
     elif (sharding := sharding_of(model)) is not None:
-        if sharding.replicas is not None and not _has_ranks_of(sharding.replicas, outer):
+        if sharding.replicas is not None and ranks_of(sharding.replicas) != ranks_of(outer):
             raise ValueError("an outer loop of FSDP2 with replicas is one over the replicas: leave out process_group=")
         alone = next((name for name, one in named.items() if one.requires_grad and not is_dtensor(one)), None)
         if alone is not None:
@@ -159,7 +157,7 @@ def inner_group(
         group, is_alike = sharding.shards, False
     else:
         return None
-    both = set(dist.get_process_group_ranks(group)).intersection(dist.get_process_group_ranks(outer))
+    both = ranks_of(group) & ranks_of(outer)
     if len(both) > 1:
         raise ValueError(
             f"ranks {sorted(both)} average gradients in every step, and an outer loop would average their parameters"

@@ -29,7 +29,7 @@ from thinwire.gradients.tables import Hook, tables_of, weak
 from thinwire.observe.step import ParameterRecords
 from thinwire.outer.anchors import Anchors
 from thinwire.outer.average import Averager, Entry
-from thinwire.outer.inner import inner_group, load_local_state, local_state, reshard, train_apart
+from thinwire.outer.inner import inner_group, load_local_state, local_state, ranks_of, reshard, train_apart
 from thinwire.outer.members import Members, Roll
 from thinwire.outer.recipe import OuterRecipe
 from thinwire.outer.rounds import Rounds, agree
@@ -59,6 +59,7 @@ class OuterLoop(Attached):
         >>> loop.synchronize()                                                           # doctest: +SKIP
     """
 
+    refusal = "an outer loop of {} runs already, and trains ranks apart: call detach() on it first"
     keeps_ranks_alike = False  # so that a Checkpointer does not take ranks that differ for broken ones
 
     def __init__(
@@ -73,9 +74,8 @@ class OuterLoop(Attached):
         timeout: timedelta | None,
     ) -> None:
         self._model, self._recipe = model, recipe
-        named = dict(model.named_parameters() if is_sharded(model) else synchronized_parameters(model, excluded))
-        named = {name: one for name, one in named.items() if one.is_floating_point() or one.is_complex()}
-        named = {name: one for name, one in named.items() if name not in excluded}
+        every = model.named_parameters() if is_sharded(model) else synchronized_parameters(model, excluded)
+        named = {name: p for name, p in every if name not in excluded and (p.is_floating_point() or p.is_complex())}
         self._parameter_names = list(named)
         tables = {id(table) for table in tables_of(module_of(model))}
         entries = [Entry(name, parameter, id(parameter) in tables) for name, parameter in named.items()]
@@ -134,7 +134,7 @@ class OuterLoop(Attached):
         self._average_again = train_apart(model, group)
         self._hook = StepHook(self._rounds, named)
         self._hook.register(optimizer, module_of(model))
-        self._running.add(model)
+        self._running[model] = excluded, ranks_of(group)
         self._at_end = weakref.finalize(model, _release, self._hook)
         self._at_end.atexit = False  # type: ignore[misc]  # a property, which the stubs make a field
 
@@ -289,7 +289,7 @@ class OuterLoop(Attached):
         self._at_end.detach()
         self._hook.remove()
         self._average_again()
-        self._running.discard(self._model)
+        self._running.pop(self._model, None)
         try:
             self._rounds.land_all()
             reshard(self._model)

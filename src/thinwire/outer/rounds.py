@@ -73,7 +73,9 @@ class Rounds(ABC):
         self.anchors.check_start(optimized, is_loaded)
 
     def check_outside(self, call: str) -> None:
-        """Raise ThinwireError inside of `swapped`, where parameters are not those of this rank."""
+        """Raise ThinwireError inside of `swapped`, where parameters are not those of this rank, or if it was forked."""
+        if self.lane.is_forked:
+            self.lane.check(call)
         if self.anchors.are_swapped:
             raise ThinwireError(f"{call} inside of global_parameters(), where the model has the anchors: go outside")
 

@@ -364,7 +364,7 @@ class Steps:
             try:
                 self._exchange()
             except ThinwireError as error:
-                if self._lane is None or not self._lane.is_broken:
+                if self._lane is None or self._lane.is_forked or not self._lane.is_broken:
                     raise
                 self._meet(error)
             if self._given is not None:

@@ -13,11 +13,11 @@ from thinwire.checkpoint import recovery_probability
 from thinwire.checkpoint.pacing.gaps import GAMMA
 from thinwire.checkpoint.placement import placement
 from thinwire.lab.bench.checkpoint.bounds import (
-    Bounds,
     Hardware,
-    bounds,
+    copy_seconds,
     high_frequency_wasted_seconds,
-    restore_replaced_seconds,
+    interval_iterations,
+    network_seconds,
     strawman_wasted_seconds,
     wasted_seconds,
 )
@@ -28,6 +28,7 @@ STATES = {"GPT-2 100B": 1.2e12, "Gopher 280B": 3.4e12, "MT-NLG 530B": 6.4e12, "P
 ITERATION_SECONDS, IDLE_SECONDS = 65.0, 10.0
 STORE_BYTES_PER_SECOND = 20e9 / 8
 COPY_BYTES_PER_SECOND = 12.6e9
+VERSIONS = 2  # kept of each shard, with the one that is being written
 LINKS_GBIT = (400, 100, 25, 10)
 MTBF_SECONDS, REPAIR_SECONDS = 86400 / 0.015, 600.0
 YEAR_SECONDS = 365 * 86400
@@ -51,6 +52,16 @@ def seconds_to_loss(machines: int, replicas: int, machine_mtbf_seconds: float, r
     return 1 / rate
 
 
+def restore_local_seconds(machine_bytes: int, hardware: Hardware) -> float:
+    """Return the seconds to copy the shards from host memory to the devices, all devices at once."""
+    return machine_bytes / hardware.devices / hardware.copy_bytes_per_second
+
+
+def restore_replaced_seconds(machine_bytes: int, hardware: Hardware) -> float:
+    """Return the seconds to fetch all shards of a machine over its network and copy them to the devices."""
+    return machine_bytes / hardware.network_bytes_per_second + restore_local_seconds(machine_bytes, hardware)
+
+
 def hardware(link_gbit: float) -> Hardware:
     return Hardware(8, link_gbit * 1e9 / 8, COPY_BYTES_PER_SECOND)
 
@@ -63,9 +74,12 @@ def rows(table: Iterable[list[str]]) -> None:
     print()
 
 
-def at_best(state_bytes: float, machines: int, replicas: int, link_gbit: float) -> Bounds:
-    times = {"iteration_seconds": ITERATION_SECONDS, "idle_seconds": IDLE_SECONDS, "gamma": GAMMA}
-    return bounds(round(state_bytes / machines), replicas, hardware(link_gbit), **times)
+def interval(machine_bytes: int, replicas: int, link_gbit: float) -> int:
+    """Return the iterations between two checkpoints with a part `GAMMA` of the idle time, as a Checkpointer uses."""
+    network, copy = (
+        seconds(machine_bytes, replicas, hardware(link_gbit)) for seconds in (network_seconds, copy_seconds)
+    )
+    return interval_iterations(network, copy, ITERATION_SECONDS, GAMMA * IDLE_SECONDS)
 
 
 def capacity(state_bytes: float) -> Iterable[list[str]]:
@@ -73,15 +87,15 @@ def capacity(state_bytes: float) -> Iterable[list[str]]:
     yield ["machines", "replicas", "memory GB", "send s", "copy s", "restore s", "one lost s", *intervals]
     for machines in MACHINES:
         for replicas in (2, 3):
-            best = at_best(state_bytes, machines, replicas, LINKS_GBIT[0])
+            size, machine = round(state_bytes / machines), hardware(LINKS_GBIT[0])
             seconds = (
-                best.network_seconds,
-                best.copy_seconds,
-                best.restore_local_seconds,
-                best.restore_replaced_seconds,
+                network_seconds(size, replicas, machine),
+                copy_seconds(size, replicas, machine),
+                restore_local_seconds(size, machine),
+                restore_replaced_seconds(size, machine),
             )
-            every = (at_best(state_bytes, machines, replicas, link).interval_iterations for link in LINKS_GBIT)
-            memory = f"{best.memory_bytes / 1e9:,.0f}"
+            every = (interval(size, replicas, link) for link in LINKS_GBIT)
+            memory = f"{VERSIONS * replicas * size / 1e9:,.0f}"
             yield [str(machines), str(replicas), memory, *(f"{value:.2f}" for value in seconds), *map(str, every)]
 
 

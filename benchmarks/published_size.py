@@ -195,13 +195,13 @@ WORKLOADS = {
 def sized(name: str, memory_gb: float) -> tuple[str, int]:
     """Return the settings and the number of ranks that fit."""
     workload, job = WORKLOADS[name], named.JOBS[name]
-    at_size = job.published_parameters * 4e-9 * workload.copies + OVERHEAD_GB
+    at_size = job.published.parameters * 4e-9 * workload.copies + OVERHEAD_GB
     if 4 * at_size <= memory_gb:
         return workload.settings, 4
     if 2 * at_size <= memory_gb or name != "word2vec":
         return workload.settings, 2
     share = (memory_gb / 2 - OVERHEAD_GB) / (at_size - OVERHEAD_GB)
-    words = round(int(share * 30) / 30 * job.published["num_words"])
+    words = round(int(share * 30) / 30 * job.published.sizes["num_words"])
     return f"{workload.settings}:num_words={words}", 2
 
 
@@ -242,7 +242,7 @@ def main() -> None:
             row |= {
                 "workload": name,
                 "settings": settings,
-                "published_parameters": named.JOBS[name].published_parameters,
+                "published_parameters": named.JOBS[name].published.parameters,
                 "data": WORKLOADS[name].data,
                 "commit": commit.strip(),
                 "date": f"{datetime.now(UTC):%Y-%m-%d}",

@@ -7,7 +7,6 @@ import numpy as np
 from thinwire.lab.collectives import (
     Collective,
     Numbers,
-    check_size,
     count_halvings,
     count_rounds,
     is_odd,
@@ -19,6 +18,13 @@ from thinwire.lab.collectives import (
 from thinwire.plan.profile import Linear
 
 __all__ = ["Collective", "Numbers", "parameter_server"]
+
+
+def check_size(world_size: int, size_bytes: Numbers) -> None:
+    if not (isinstance(world_size, int) and world_size >= 1):
+        raise ValueError(f"a collective has 1 rank or more, not {world_size!r}")
+    if not (np.greater_equal(size_bytes, 0) & np.isfinite(size_bytes)).all():
+        raise ValueError(f"a message has 0 bytes or more, not {size_bytes!r}")
 
 
 def halving_doubling_all_reduce(world_size: int, size_bytes: Numbers, link: Linear) -> Numbers:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -114,20 +113,3 @@ def test_a_row_of_the_table_adds_up(world_size: int, size: int) -> None:
     for row in rows.values():
         assert row.seconds == near(row.rounds * LINK.alpha + row.link_bytes * LINK.beta)
     assert rows["ring"].link_bytes <= min(row.link_bytes for row in rows.values()), "no algorithm sends less"
-
-
-@pytest.mark.parametrize("form", ALL, ids=lambda form: form.__name__)
-@pytest.mark.parametrize(
-    ("world_size", "size", "message"),
-    [
-        (0, 1, "a collective has 1 rank or more, not 0"),
-        (2.0, 1, "not 2.0"),
-        (2, -1, "a message has 0 bytes or more, not -1"),
-        (2, float("nan"), "not nan"),
-        (2, float("inf"), "not inf"),
-        (2, np.array([1.0, -1.0]), "0 bytes or more"),
-    ],
-)
-def test_what_is_no_collective_is_refused(form: Callable[..., Any], world_size: Any, size: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        form(world_size, size, LINK)

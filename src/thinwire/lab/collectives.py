@@ -1,8 +1,8 @@
 """Costs of collectives in the alpha-beta model: closed forms, each with its formula and source.
 
 p is ``world_size``, m ``size_bytes``, alpha and beta the costs of ``link``: seconds a message, and seconds a byte
-through
-the link of one rank. Links are full duplex, ranks are alike, and the summing itself is left out, as in the sources:
+through the link of one rank. Links are full duplex, ranks are alike, and the summing itself is left out, as in the
+sources:
 
 - Thakur, Rabenseifner, Gropp: Optimization of Collective Communication Operations in MPICH, IJHPCA 2005.
 - Patarasuk, Yuan: Bandwidth optimal all-reduce algorithms for clusters of workstations, JPDC 2009.
@@ -11,8 +11,6 @@ the link of one rank. Links are full duplex, ranks are alike, and the summing it
 
 A message's size is the input of one rank, before the collective: of an all-gather and a gather the piece of one rank,
 of all others the whole tensor. One rank alone costs 0 seconds. ``size_bytes`` may be an array of sizes.
-
-All raise ValueError for less than one rank, or for sizes that are not finite or below 0.
 """
 
 from collections.abc import Callable
@@ -31,19 +29,16 @@ Collective = Callable[[int, Numbers, Linear], Numbers]
 
 def parameter_server(world_size: int, size_bytes: Numbers, link: Linear) -> Numbers:
     """Return 2 alpha + 2 p m beta: one server gathers p gradients and broadcasts to p ranks (the lecture's table)."""
-    check_size(world_size, size_bytes)
     return 2 * (world_size > 1) * (link.alpha + world_size * size_bytes * link.beta)
 
 
 def ring_all_reduce(world_size: int, size_bytes: Numbers, link: Linear) -> Numbers:
     """Return 2 (p - 1) alpha + 2 (p - 1)/p m beta (Patarasuk and Yuan; the lecture's table)."""
-    check_size(world_size, size_bytes)
     return 2 * (world_size - 1) * (link.alpha + size_bytes / world_size * link.beta)
 
 
 def tree_all_reduce(world_size: int, size_bytes: Numbers, link: Linear) -> Numbers:
     """Return 2 ceil(log2 p) (alpha + m beta): a binomial tree up and then down (Thakur et al., 3.2 and 3.5)."""
-    check_size(world_size, size_bytes)
     return 2 * count_rounds(world_size) * (link.alpha + size_bytes * link.beta)
 
 
@@ -52,15 +47,7 @@ def recursive_doubling_all_reduce(world_size: int, size_bytes: Numbers, link: Li
 
     If p is no power of two, the ranks beyond one hand over their tensors before and get the sum after: two more steps.
     """
-    check_size(world_size, size_bytes)
     return (count_halvings(world_size) + 2 * is_odd(world_size)) * (link.alpha + size_bytes * link.beta)
-
-
-def check_size(world_size: int, size_bytes: Numbers) -> None:
-    if not (isinstance(world_size, int) and world_size >= 1):
-        raise ValueError(f"a collective has 1 rank or more, not {world_size!r}")
-    if not (np.greater_equal(size_bytes, 0) & np.isfinite(size_bytes)).all():
-        raise ValueError(f"a message has 0 bytes or more, not {size_bytes!r}")
 
 
 def count_rounds(world_size: int) -> int:

@@ -4,14 +4,12 @@ Its parameters drift apart, or are trained by a way on trial. Saved as its run's
 run goes on from.
 """
 
-from __future__ import annotations
-
 import signal
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from importlib import import_module
-from typing import Any
+from typing import Any, Self
 from unittest import mock
 
 from torch import Tensor, nn
@@ -175,7 +173,7 @@ class _NotAttached:
 
     global_parameters = one_sync
 
-    def gathered(self) -> _NotAttached:
+    def gathered(self) -> Self:
         return self
 
     def state_dict(self) -> dict[str, Any]:

@@ -75,11 +75,9 @@ def unit_ids(ids: Tensor, width: int, unit: Unit) -> Tensor:
     if unit is Unit.ROWS:
         return ids
     elements = (ids[:, None] * width + torch.arange(width)).flatten()
-    return (
-        elements
-        if unit is Unit.ELEMENTS
-        else torch.div(elements, BLOCK_ELEMENTS, rounding_mode="floor").unique_consecutive()
-    )
+    if unit is Unit.ELEMENTS:
+        return elements
+    return torch.div(elements, BLOCK_ELEMENTS, rounding_mode="floor").unique_consecutive()
 
 
 def value_lower_bound_bytes(ids_per_rank: Sequence[Tensor], row_bytes: int) -> float:

@@ -185,23 +185,16 @@ class Report:
     def html(self) -> str:
         """Return the whole page."""
         origin = self._origin
-        facts = [
-            ("Command", origin.command),
-            ("Versions", origin.versions),
-            ("Date", origin.date),
-            ("Machine", origin.machine),
-            *self._facts,
-        ]
-        template, style = (
-            Path(__file__).with_suffix(suffix).read_text(encoding="utf-8") for suffix in (".html", ".css")
-        )
+        made = [(name.capitalize(), value) for name, value in vars(origin).items()]
+        own = Path(__file__)
+        template, style = (own.with_suffix(suffix).read_text(encoding="utf-8") for suffix in (".html", ".css"))
         return template.format(
             title=escape(self._title),
             subtitle=escape(self._subtitle),
             made=escape(f"{origin.versions.partition(',')[0]} · {origin.date}"),
             style=style.replace("LIGHT;", f"{palette.css(dark=False)};").replace("DARK;", f"{palette.css(dark=True)};"),
             body="\n".join(self._parts),
-            facts=_pairs(facts),
+            facts=_pairs([*made, *self._facts]),
         )
 
     def write(self, path: str | Path) -> None:

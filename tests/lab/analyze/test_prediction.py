@@ -78,15 +78,6 @@ def test_an_assumed_machine_is_the_link_and_this_process() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mbit", "latency_seconds", "ranks"),
-    [(0, 1e-5, 2), (float("inf"), 1e-5, 2), (1e3, 0, 2), (1e3, float("nan"), 2), (1e3, 1e-5, 0)],
-)
-def test_a_machine_that_cannot_be_is_refused(mbit: float, latency_seconds: float, ranks: int) -> None:
-    with pytest.raises(ValueError, match=r"above 0|at least 1"):
-        AssumedLink(mbit, latency_seconds).machine(ranks)
-
-
-@pytest.mark.parametrize(
     ("link", "latency", "network"),
     [
         ("1gbit", "50us", AssumedLink(1000, 50e-6)),

@@ -192,10 +192,3 @@ def test_an_interrupt_ends_the_ranks_and_is_one_line(tmp_path: Path) -> None:
 def test_a_script_that_fails(script: Path) -> None:
     with pytest.raises(ScriptFailed, match=r"train.py failed on rank \d .*\n(.*\n)*RuntimeError: boom"):
         run_script(script, ["crash", "5", "log"], workers=2, steps=2)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("option", "value"), [("workers", 1), ("steps", 0)])
-def test_run_script_refuses_what_gives_no_statistics(option: str, value: int) -> None:
-    with pytest.raises(ValueError, match="at least"):
-        run_script(Path(__file__), **{option: value})

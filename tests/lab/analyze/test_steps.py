@@ -62,16 +62,7 @@ def test_ranks_measure_as_asked_and_an_emulated_link_has_its_name(
     assert settings["network"] is network
 
 
-@pytest.mark.parametrize("workers", [-1, 0, 1])
-def test_nobody_to_talk_to_is_refused(script: Path, asked: list[Any], workers: int) -> None:
-    with pytest.raises(ValueError, match=f"at least 2 workers are needed.*got {workers}"):
-        measure_script(script, [], workers, How())
-    assert asked == []
-
-
-def test_no_script_and_no_compressor_are_refused_before_ranks_start(script: Path, asked: list[Any]) -> None:
-    with pytest.raises(FileNotFoundError, match="there is no script"):
-        measure_script(script.with_name("none.py"), [], 2, How())
+def test_no_compressor_is_refused_before_ranks_start(script: Path, asked: list[Any]) -> None:
     with pytest.raises(ValueError, match="zip9"):
         measure_script(script, [], 2, How(("zip9",)))
     assert asked == []

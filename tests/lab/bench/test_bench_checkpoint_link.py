@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from namespaces import NEEDS_NAMESPACES
-from thinwire.lab.bench.checkpoint.benchmark import CheckpointBenchmark, run
+from thinwire.lab.bench.checkpoint.benchmark import run
 from thinwire.lab.bench.checkpoint.methods import BLOCKING, NONE, THINWIRE
 from thinwire.lab.bench.checkpoint.overhead import TRACED_STEPS
 from thinwire.lab.bench.checkpoint.report import build_report
+from thinwire.lab.bench.checkpoint.settings import CheckpointBenchmark
 from thinwire.lab.bench.checkpoint.work import TrainingWork
 from thinwire.lab.testbed.network import Link
 

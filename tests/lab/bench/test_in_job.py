@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from thinwire.lab.bench.in_job import JobSize, is_first_rank, is_in_job, job_group, on_all_ranks
+from thinwire.lab.bench.in_job import is_first_rank, is_in_job, job_group, on_all_ranks, size_of_job
 from thinwire.lab.testbed.rank import RankContext
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -44,23 +44,21 @@ def test_a_rank_of_a_job_has_both_numbers(monkeypatch: pytest.MonkeyPatch) -> No
     assert not is_first_rank()
 
 
-@pytest.mark.parametrize(
-    ("world_size", "local", "expected"), [(8, 4, JobSize(2, 4)), (3, 1, JobSize(3, 1)), (4, None, JobSize(1, 4))]
-)
+@pytest.mark.parametrize(("world_size", "local", "expected"), [(8, 4, (2, 4)), (3, 1, (3, 1)), (4, None, (1, 4))])
 def test_hosts_have_as_many_ranks_as_this_one(
-    monkeypatch: pytest.MonkeyPatch, world_size: int, local: int | None, expected: JobSize
+    monkeypatch: pytest.MonkeyPatch, world_size: int, local: int | None, expected: tuple[int, int]
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", str(world_size))
     if local is not None:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local))
-    assert JobSize.of_environment() == expected
+    assert size_of_job() == expected
 
 
 def test_hosts_with_different_numbers_of_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "8")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     with pytest.raises(ValueError, match="8 ranks, 3 of them on this host: every host needs the same number"):
-        JobSize.of_environment()
+        size_of_job()
 
 
 def test_a_group_of_the_job_is_used_and_left_as_it_was(alone: None) -> None:

@@ -131,7 +131,8 @@ def test_an_unscaled_offset_would_change_the_shape() -> None:
 def test_default_scale_is_that_of_the_documentation(name: str) -> None:
     recipe = RECIPES[name]
     wanted = 20e6 if recipe.width == 1 else 80e6
-    assert recipe.scaled(recipe.default_scale).dense_bytes == pytest.approx(wanted, rel=1e-3)
+    scaled = recipe.scaled(recipe.default_scale)
+    assert 4 * scaled.num_rows * scaled.width == pytest.approx(wanted, rel=1e-3)
 
 
 def test_scale_edges() -> None:
@@ -210,8 +211,6 @@ def test_no_rows_give_empty_values() -> None:
 
 
 def test_arguments_are_checked() -> None:
-    with pytest.raises(ValueError, match="floating point"):
-        row_values(1, 1, 0, 0, torch.int32)
     for rank, seed in ((-1, 0), (0, -1), (2**32, 0), (0, 2**32)):
         with pytest.raises(ValueError, match="rank and seed"):
             row_ids(tiny(), rank, seed)
@@ -220,15 +219,6 @@ def test_arguments_are_checked() -> None:
     for partitions in (0, 65):
         with pytest.raises(ValueError, match="partitions"):
             expected_skewness(tiny(), partitions)
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("num_rows", 0), ("width", 0), ("density", 0.0), ("density", 1.0), ("exponent", -0.1), ("offset", 0.0)],
-)
-def test_impossible_recipes_are_refused(field: str, value: float) -> None:
-    with pytest.raises(ValueError, match=field):
-        Recipe(**(vars(tiny()) | {field: value}))
 
 
 @pytest.mark.parametrize("density_wanted", [0.001, 0.5, 0.99])

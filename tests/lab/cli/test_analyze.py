@@ -43,7 +43,8 @@ def test_analyze(width: int) -> None:
     assert {"119,788", f"{table.density.mean:.2%}", f"{table.densification[-1]:.2f}"} <= words
     assert "embeddings[0].weight" in text, "brackets are no markup"
     folded = "".join(words)
-    assert table.prediction(1024).pick in text or table.prediction(1024).pick[:6] in folded
+    assert table.predictions[-1].world_size == 1024
+    assert table.predictions[-1].pick in text or table.predictions[-1].pick[:6] in folded
 
 
 def test_analyze_names_stock_ddp_with_dense_and_with_sparse_tables() -> None:
@@ -55,7 +56,7 @@ def test_analyze_names_stock_ddp_with_dense_and_with_sparse_tables() -> None:
     assert stock.bytes == pytest.approx(2 * 3 / 4 * 119_788 * 128 * 4 + rest, rel=1e-5)
     held = table.density.mean * 119_788
     assert sparse.bytes == pytest.approx(3 * held * (8 + 512) + rest, rel=0.01), "ids of 8 bytes, rows to three others"
-    assert ours.bytes == pytest.approx(table.prediction(4).bytes[table.prediction(4).pick] + rest)
+    assert ours.bytes == pytest.approx(table.here.bytes[table.here.pick] + rest)
     assert ours.seconds < stock.seconds
     text = printed(lambda console: analyze._print(found, console), 80)
     assert re.search(r"stock DDP, sparse=True +\d", text)

@@ -8,12 +8,23 @@ from itertools import accumulate, product
 
 import pytest
 
-from thinwire.lab.planning.costs import EXACT, Costs, Messages, chosen_costs
+from thinwire.lab.planning.costs import EXACT, Costs, Messages, TensorCost, chosen_costs
 from thinwire.lab.planning.lane_search import espresso_jobs, fastest_jobs
 from thinwire.plan.profile import Groups
 
 Problem = tuple[list[float], list[float], list[Costs]]
 """Backward seconds, bytes, and costs of the options; the first is exact."""
+
+
+def costs_of(
+    encode: Sequence[float],
+    wire: Sequence[float],
+    decode: Sequence[float],
+    messages: Sequence[Messages],
+    opening: float,
+) -> Costs:
+    """Of tensors whose seconds stand side by side."""
+    return Costs(tuple(map(TensorCost, encode, wire, decode, messages)), opening)
 
 
 def random_problem(seed: int, most_tensors: int = 4, most_options: int = 3) -> Problem:
@@ -24,14 +35,14 @@ def random_problem(seed: int, most_tensors: int = 4, most_options: int = 3) -> P
     backward = [rng.choice([0.0, 0.001, 0.01, 0.03]) * rng.uniform(0.3, 1) for _ in range(count)]
     exact = Messages(EXACT, alpha * rng.uniform(0.5, 1), rng.choice([0, alpha]), 1e-5)
     wire, nothing = tuple(1.2e-5 / mbit * size for size in sizes), (0.0,) * count
-    options = [Costs(nothing, wire, nothing, (exact,) * count, 0.7 * alpha)]
+    options = [costs_of(nothing, wire, nothing, (exact,) * count, 0.7 * alpha)]
     for number in range(1, rng.randint(2, most_options)):
         messages = Messages(f"option {number}", alpha * rng.uniform(0.5, 2), rng.choice([0, alpha]), 0.5 * alpha)
         ratio, rate = rng.choice([0.02, 0.06, 0.25, 0.5]), rng.choice([1e-9, 5e-9, 2e-8])
         launch, coded = rng.choice([1e-5, 5e-4, 2e-3]), [size >= 4096 for size in sizes]
         coding = [(launch + rate * size) * is_coded for size, is_coded in zip(sizes, coded, strict=True)]
         options.append(
-            Costs(
+            costs_of(
                 tuple(coding),
                 tuple(w * rng.uniform(0.9, 1.1) * ratio if c else w for w, c in zip(wire, coded, strict=True)),
                 tuple(seconds / 2 for seconds in coding),
@@ -88,8 +99,8 @@ def test_what_is_hidden_anyway_is_not_compressed() -> None:
     """The first gradient is sent long before the second is ready: to compress it gains nothing."""
     exact, coded = Messages(EXACT, 0.001), Messages("coded", 0.001)
     options = [
-        Costs((0.0, 0.0), (1.0, 5.0), (0.0, 0.0), (exact, exact), 0.001),
-        Costs((0.01, 0.01), (0.1, 0.5), (0.0, 0.0), (coded, coded), 0.001),
+        costs_of((0.0, 0.0), (1.0, 5.0), (0.0, 0.0), (exact, exact), 0.001),
+        costs_of((0.01, 0.01), (0.1, 0.5), (0.0, 0.0), (coded, coded), 0.001),
     ]
     seconds, choices = found_by_espresso(([0.1, 2.0], [1e6, 5e6], options))
     assert choices == (0, 1)
@@ -100,8 +111,8 @@ def test_gradients_of_one_job_may_differ() -> None:
     """Encoding the small one takes longer than its bytes, and a job of its own longer than both."""
     exact, coded = Messages(EXACT, 0.001), Messages("coded", 0.001)
     options = [
-        Costs((0.0,) * 2, (0.05, 1.0), (0.0,) * 2, (exact,) * 2, 0.5),
-        Costs((0.1,) * 2, (0.005, 0.1), (0.0,) * 2, (coded,) * 2, 0.5),
+        costs_of((0.0,) * 2, (0.05, 1.0), (0.0,) * 2, (exact,) * 2, 0.5),
+        costs_of((0.1,) * 2, (0.005, 0.1), (0.0,) * 2, (coded,) * 2, 0.5),
     ]
     groups, choices = espresso_jobs([0.1, 0.1], [5e4, 1e6], options)
     assert (groups, choices) == (((0, 1),), (0, 1))

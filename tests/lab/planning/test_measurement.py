@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from measured import measurement, parameters
+from measured import measurement
 from thinwire.compress.base import Parameter
 from thinwire.lab.planning.measurement import Measurement
 
@@ -56,15 +56,6 @@ def test_a_damaged_file_is_refused(change: Any, says: str) -> None:
     change(data)
     with pytest.raises(ValueError, match=says):
         Measurement.from_json(data)
-
-
-def test_a_measurement_is_of_one_model() -> None:
-    measured = measurement()
-    measured.check(parameters()[::-1])
-    with pytest.raises(ValueError, match=r"lacks 1 tensors of this model, such as 'extra'"):
-        measured.check([*parameters(), Parameter("extra", (1,))])
-    with pytest.raises(ValueError, match="another model"):
-        measured.check(parameters()[1:])
 
 
 def test_what_was_not_measured_is_not_guessed() -> None:

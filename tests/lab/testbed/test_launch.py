@@ -217,18 +217,6 @@ def test_end_of_the_launcher_ends_its_ranks(number):
     assert b"resource_tracker" not in errors
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"world_size": 0}, "world_size must be at least 1"),
-        ({"world_size": 2, "ranks_per_host": 0}, "ranks_per_host must be at least 1"),
-    ],
-)
-def test_impossible_ranks_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        run_ranks(sum_ranks, 1.0, **options)
-
-
 def test_local_function_is_refused():
     with pytest.raises(ValueError, match="at the top of a module"):
         run_ranks(lambda context: None, world_size=1)

@@ -40,20 +40,13 @@ class AssumedLink:
         all-reduce too. Kernels are measured here, once in a process, so machines of several sizes differ in rounds
         only.
 
-        Raises:
-            ValueError: a rate or latency is not positive and finite, or ``world_size`` is below 1.
-
         Example:
             >>> round(AssumedLink(1000, 50e-6).machine(world_size=8).round_seconds, 9)
             0.00015
         """
-        mbit, latency_seconds = self.mbit, self.latency_seconds
-        if not all(math.isfinite(value) and value > 0 for value in (mbit, latency_seconds)):
-            raise ValueError(f"a link needs a rate and a latency above 0; got {mbit} Mbit/s and {latency_seconds} s")
-        if world_size < 1:
-            raise ValueError(f"world_size must be at least 1; got {world_size}")
         waits = max(1, math.ceil(math.log2(world_size)))
-        return Machine(waits * latency_seconds, latency_seconds, *[8e-6 / mbit] * 2, *_own_kernel_seconds())
+        latency = self.latency_seconds
+        return Machine(waits * latency, latency, *[8e-6 / self.mbit] * 2, *_own_kernel_seconds())
 
     def describe(self) -> str:
         return (

@@ -101,7 +101,7 @@ def _overview_row(table: TableStatistics) -> list[str]:
 
 
 def _figures(report: Report, table: TableStatistics) -> None:
-    here = table.prediction(table.world_size)
+    here = table.here
     dense = table.sent_bytes["dense"]
     sent = table.sent_bytes.get(here.pick, here.bytes[here.pick])
     ranks = f"on {table.world_size} ranks"
@@ -245,7 +245,7 @@ def _values(prediction: Prediction, what: Figure) -> Mapping[str, float]:
 
 
 def _in_words(table: TableStatistics, what: Figure) -> str:
-    here, last = table.prediction(table.world_size), table.predictions[-1]
+    here, last = table.here, table.predictions[-1]
     first, then = _values(here, what), _values(last, what)
     return " ".join(
         f"{name}: {_WRITTEN[what](first[name])} on {here.world_size} ranks, {_WRITTEN[what](then[name])} on"
@@ -299,7 +299,7 @@ def _seconds_table(report: Report, table: TableStatistics, analysis: Analysis) -
 
 def _fewest_first(table: TableStatistics, what: Figure) -> list[str]:
     """Return all schemes, by their bytes or seconds on the recorded number of ranks."""
-    here = _values(table.prediction(table.world_size), what)
+    here = _values(table.here, what)
     return sorted(table.schemes, key=lambda name: here.get(name, math.inf))
 
 

@@ -87,12 +87,10 @@ class TableStatistics:
         """Quantiles of the overlap ratio, over pairs of ranks and steps."""
         return {share: quantile(self.overlaps, share) for share in QUANTILES}
 
-    def prediction(self, world_size: int) -> Prediction:
-        """Return the prediction for ``world_size`` ranks. Raises ValueError if there is none."""
-        for prediction in self.predictions:
-            if prediction.world_size == world_size:
-                return prediction
-        raise ValueError(f"no prediction for {world_size} ranks, only for {[p.world_size for p in self.predictions]}")
+    @property
+    def here(self) -> Prediction:
+        """The prediction for the recorded number of ranks."""
+        return next(one for one in self.predictions if one.world_size == self.world_size)
 
 
 def table_statistics(

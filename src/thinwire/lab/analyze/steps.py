@@ -11,7 +11,7 @@ from thinwire.lab.analyze.failure import ScriptFailed, leaving_on_error, naming_
 from thinwire.lab.analyze.recorder import fail
 from thinwire.lab.analyze.step_recorder import StepRecorder
 from thinwire.lab.analyze.trials import as_torchrun, run_on_ranks
-from thinwire.lab.analyze.worker import check_script, run_recorded
+from thinwire.lab.analyze.worker import run_recorded
 from thinwire.lab.harmless import harmless, without_attach
 from thinwire.lab.planning.measurement import Measurement
 from thinwire.lab.planning.ready import WARM_STEPS
@@ -31,17 +31,14 @@ def measure_script(
     """Run ``SCRIPT ARGUMENTS...`` as torchrun does, on this machine, until its steps are timed.
 
     Args:
-        workers: number of ranks; None if torchrun started this process as one, which measures over its own network.
+        workers: number of ranks, at least 2; None if torchrun started this process as one, which measures over its own
+            network.
         network: emulated hosts with one rank each; None for processes of this machine.
 
     Raises:
-        FileNotFoundError: no such script.
-        ValueError: fewer than 2 workers; a script without DDP model; see `How`.
+        ValueError: a script without DDP model; see `How`.
         ScriptFailed: the script failed on a rank, or has too few steps; its traceback is in the text.
     """
-    if workers is not None and workers < 2:
-        raise ValueError(f"at least 2 workers are needed, because one has nobody to talk to; got {workers}")
-    check_script(script)
     check(how.compressors or ())
     if network is not None and network.link.mbit is not None:
         how = replace(how, link=f"emulated, {network.link.mbit:g} Mbit/s, {network.hosts} hosts")

@@ -1,9 +1,7 @@
 """Results of `thinwire analyze`: plain values for JSON, and the facts of a run in words."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Self
 
 from thinwire.lab.analyze.prediction import DEFAULT_LINK, AssumedLink, Prediction, predict_dense
 from thinwire.lab.analyze.recording import Recording, Table
@@ -37,7 +35,7 @@ class Analysis:
     network: AssumedLink = DEFAULT_LINK
 
     @classmethod
-    def of(cls, recording: Recording, script: str, steps_wanted: int, network: AssumedLink = DEFAULT_LINK) -> Analysis:
+    def of(cls, recording: Recording, script: str, steps_wanted: int, network: AssumedLink = DEFAULT_LINK) -> Self:
         """Compute all statistics, and predict seconds for ``network``."""
         tables = sorted(recording.tables, key=lambda table: -table.size_bytes)
         sparse = tuple(
@@ -69,7 +67,7 @@ class Analysis:
         ranks = self.recording.world_size
         rest = sum(table.size_bytes for table in self.others)
         sent, seconds = predict_dense(rest, ranks, self.network.machine(ranks)) if rest else (0.0, 0.0)
-        tables = [table.prediction(ranks) for table in self.sparse]
+        tables = [table.here for table in self.sparse]
         totals = {
             "stock DDP": [(each.bytes["dense"], each.seconds["dense"]) for each in tables],
             "stock DDP, sparse=True": [(each.torch_bytes, each.torch_seconds) for each in tables],
@@ -129,7 +127,7 @@ def _sparse_json(table: TableStatistics) -> dict[str, Any]:
     return {
         **figures,
         "overlap_quantiles": table.overlap_quantiles,
-        "pick": table.prediction(table.world_size).pick,
+        "pick": table.here.pick,
         "predictions": [_prediction_json(prediction, table) for prediction in table.predictions],
     }
 

@@ -20,12 +20,6 @@ if TYPE_CHECKING:
     from thinwire.lab.analyze.recorder import ScriptWatcher
 
 
-def check_script(script: Path) -> None:
-    """Raise FileNotFoundError if there is no such script. A module is looked for where it runs."""
-    if not module_of(str(script)) and not script.is_file():
-        raise FileNotFoundError(f"there is no script {script}: give the path of a Python file, or module:function")
-
-
 def run_recorded(recorder: ScriptWatcher, script: str, arguments: list[str]) -> None:
     """Run a script as ``python SCRIPT ARGS...`` would. Its errors pass through, an orderly exit is swallowed."""
     from thinwire.lab.analyze.recorder import installed

@@ -1,11 +1,8 @@
 """A benchmark as one rank of a job that torchrun started: all its ranks together run one benchmark."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 Value = TypeVar("Value")
@@ -21,25 +18,17 @@ def is_first_rank() -> bool:
     return int(os.environ.get("RANK", "0")) == 0
 
 
-@dataclass(frozen=True)
-class JobSize:
-    """Number of hosts and of ranks on each, which are consecutive."""
+def size_of_job() -> tuple[int, int]:
+    """Return the numbers of hosts and of ranks on each, which are consecutive, as the environment has them.
 
-    hosts: int
-    ranks_per_host: int
-
-    @classmethod
-    def of_environment(cls) -> JobSize:
-        """Read it from the environment.
-
-        Raises:
-            ValueError: hosts with different numbers of ranks.
-        """
-        world_size = int(os.environ["WORLD_SIZE"])
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-        if world_size % local:
-            raise ValueError(f"{world_size} ranks, {local} of them on this host: every host needs the same number")
-        return cls(world_size // local, local)
+    Raises:
+        ValueError: hosts with different numbers of ranks.
+    """
+    world_size = int(os.environ["WORLD_SIZE"])
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    if world_size % local:
+        raise ValueError(f"{world_size} ranks, {local} of them on this host: every host needs the same number")
+    return world_size // local, local
 
 
 @contextmanager
@@ -70,8 +59,8 @@ def on_all_ranks(
     from thinwire.lab.testbed.rank import RankContext
 
     rank, local = dist.get_rank(), int(os.environ.get("LOCAL_RANK", "0"))
-    host = rank // JobSize.of_environment().ranks_per_host
-    value = function(RankContext(rank, dist.get_world_size(), local, host, on_message), *args)
+    _, ranks_per_host = size_of_job()
+    value = function(RankContext(rank, dist.get_world_size(), local, rank // ranks_per_host, on_message), *args)
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values

@@ -4,7 +4,7 @@ import statistics
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ class ReproducibleBenchmark:
     micro_batches: int = 24
     steps: int = 10
     seed: int = 0
-    link: Link = field(default_factory=lambda: Link(None))
+    link: Link = Link(None)  # noqa: RUF009  # frozen
     stock: bool = True
 
     def __post_init__(self) -> None:
@@ -62,12 +62,9 @@ def run(benchmark: ReproducibleBenchmark) -> dict[str, Any]:
                     _train, benchmark, method, world_size=world_size, network=network, timeout_seconds=3600.0
                 )
                 rows.append(_row(method, world_size, made))
-    for method in ("reproducible", "ddp"):
-        mine = [row for row in rows if row["method"] == method]
-        for row in mine:
-            row["parts_at"] = parting(mine[0]["steps"], row["steps"])
+    first = {row["method"]: row["steps"] for row in reversed(rows)}
     for row in rows:
-        del row["steps"]
+        row["parts_at"] = parting(first[row["method"]], row.pop("steps"))
     same = len({row["digest"] for row in rows if row["method"] == "reproducible"}) == 1
     return {"job": benchmark.job, "micro_batches": benchmark.micro_batches, "same_bits": same, "rows": rows}
 

@@ -1,12 +1,10 @@
 """`thinwire bench sync`: every scheme on one workload, in turn, on emulated hosts; rows of measured figures."""
 
-from __future__ import annotations
-
 import re
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -72,7 +70,7 @@ class SyncBenchmark(HostsBenchmark):
         starts = range(0, self.world_size, self.ranks_per_host)
         return tuple(tuple(range(start, start + self.ranks_per_host)) for start in starts)
 
-    def of_size(self, size_bytes: int) -> SyncBenchmark:
+    def of_size(self, size_bytes: int) -> Self:
         """Return this benchmark with a table whose dense gradient has about ``size_bytes``.
 
         Raises:
@@ -205,15 +203,11 @@ def predicted_pairs(
 
     ``chosen`` is the name of the scheme that ran, which for "auto" depends on the machine and may be torch's own.
     """
-    world_size = len(ids)
     if AGSPARSE_TORCH in (method, chosen):
-        held, row_bytes = [part.numel() for part in ids], width * dtype.itemsize
-        sent = [sparse_all_reduce_bytes(held, rank, row_bytes) for rank in range(world_size)]
-        return [
-            [sent[rank] * (peer == (rank + 1) % world_size) for peer in range(world_size)] for rank in range(world_size)
-        ]
-    scheme = _scheme(chosen, hosts)
-    return pair_bytes(scheme, ids, num_rows, width, dtype)
+        held, row_bytes, ranks = [part.numel() for part in ids], width * dtype.itemsize, range(len(ids))
+        sent = [sparse_all_reduce_bytes(held, rank, row_bytes) for rank in ranks]
+        return [[sent[rank] * (peer == (rank + 1) % len(ids)) for peer in ranks] for rank in ranks]
+    return pair_bytes(_scheme(chosen, hosts), ids, num_rows, width, dtype)
 
 
 def _predicted_seconds(

@@ -1,7 +1,5 @@
 """One rank of `thinwire bench sync`: it runs every method in turn, and reports the cost and result of each."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -75,20 +73,21 @@ def measure(
     lane.close()
     results = {method: _as_rows(runs[method][-1].result) for method in methods}
     errors = _errors(workload, results) if context.rank == 0 else {}
-    return {
-        method: RankMeasurement(
+
+    def measured(method: str) -> RankMeasurement:
+        point, last, result = points[method], runs[method][-1], results[method]
+        is_counted = point != AGSPARSE_TORCH
+        return RankMeasurement(
             times=tuple(run.times for run in runs[method]),
-            sent_bytes=None if points[method] == AGSPARSE_TORCH else runs[method][-1].sent_bytes,
-            sent_between_hosts_bytes=(
-                None if points[method] == AGSPARSE_TORCH else runs[method][-1].sent_between_hosts_bytes
-            ),
-            chosen=str(points[method]) if isinstance(points[method], str) else name_of(points[method]),
-            digest=digest_of((results[method].ids, results[method].values)),
+            sent_bytes=last.sent_bytes if is_counted else None,
+            sent_between_hosts_bytes=last.sent_between_hosts_bytes if is_counted else None,
+            chosen=point if isinstance(point, str) else name_of(point),
+            digest=digest_of((result.ids, result.values)),
             max_abs_error=errors.get(method),
             machine=machine,
         )
-        for method in methods
-    }
+
+    return {method: measured(method) for method in methods}
 
 
 def _few(rows: SparseRows) -> SparseRows:

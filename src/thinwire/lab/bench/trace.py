@@ -60,9 +60,7 @@ def save_trace(path: str | os.PathLike[str], trace: IndexTrace) -> None:
         for rank, ids in enumerate(ranks)
     }
     with Path(path).open("wb") as file:  # given a name, numpy would append .npz to it
-        np.savez_compressed(
-            file, allow_pickle=False, num_rows=np.int64(trace.num_rows), width=np.int64(trace.width), **arrays
-        )
+        np.savez_compressed(file, allow_pickle=False, num_rows=trace.num_rows, width=trace.width, **arrays)
 
 
 def load_trace(path: str | os.PathLike[str]) -> IndexTrace:

@@ -1,6 +1,7 @@
 """Methods measured in turns, interleaved, on emulated hosts or by the ranks of a job that torchrun started."""
 
 import os
+import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -171,7 +172,7 @@ def seconds_of_runs(times: Iterable[Sequence[tuple[float, float]]]) -> list[floa
 def mean_of_known(values: Iterable[float | None]) -> float | None:
     """Return the mean of the values that are there, or None if there is none."""
     known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
+    return statistics.fmean(known) if known else None
 
 
 def quantile(values: Sequence[float], share: float) -> float:

@@ -119,7 +119,7 @@ def _print(analysis: Analysis, console: Console) -> None:
         _show_predictions(console, statistics)
         for warning in warnings_of(statistics):
             console.print(f"[yellow]{escape(warning)}[/]", highlight=False, soft_wrap=True)
-        say(console, f"Pick: {statistics.prediction(statistics.world_size).explanation}.")
+        say(console, f"Pick: {statistics.here.explanation}.")
     _show_totals(console, analysis)
     say(console, f"Seconds are predicted: {analysis.network.describe()}.")
 

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import typer
 
-from thinwire.lab.bench.in_job import JobSize, is_in_job
+from thinwire.lab.bench.in_job import is_in_job, size_of_job
 from thinwire.lab.cli.commands import LazyGroup
 from thinwire.lab.cli.output import show_table
+from thinwire.lab.text import figure
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -84,8 +85,8 @@ def where(hosts: int | None, ranks_per_host: int | None, link: str | None) -> di
             raise ValueError(
                 "the ranks of a torchrun job have their own hosts and network: leave out --hosts and --link"
             )
-        size = JobSize.of_environment()
-        return {"hosts": size.hosts, "ranks_per_host": size.ranks_per_host, "link": Link(None)}
+        hosts, ranks_per_host = size_of_job()
+        return {"hosts": hosts, "ranks_per_host": ranks_per_host, "link": Link(None)}
     hosts, ranks_per_host = (8 if hosts is None else hosts), (1 if ranks_per_host is None else ranks_per_host)
     speed = Link.parse("100mbit" if link is None else link)
     if hosts * ranks_per_host == 1:
@@ -126,7 +127,7 @@ def show_comparison(
     from thinwire.lab.bench.compare import compare
 
     compared = [
-        [one.name, *("-" if value is None else f"{value:.4g}" for value in (one.before, one.now, one.ratio))]
+        [one.name, *(figure(value, ".4g") for value in (one.before, one.now, one.ratio))]
         for one in compare(rows, earlier, same, name, seconds)
     ]
     note = "ratio: seconds now over seconds before, below 1 is faster."

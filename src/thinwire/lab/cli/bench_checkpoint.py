@@ -14,7 +14,7 @@ from thinwire.lab.cli.commands import Command, listed, option
 from thinwire.lab.cli.output import clear_errors, open_console, progress, say, show_table, write_json
 
 if TYPE_CHECKING:
-    from thinwire.lab.bench.checkpoint.benchmark import CheckpointBenchmark
+    from thinwire.lab.bench.checkpoint.settings import CheckpointBenchmark
 
 app = typer.Typer(add_completion=False)
 
@@ -46,8 +46,8 @@ def checkpoint(
     quiet: bool = option("--quiet", False),
 ) -> None:
     """Train with a checkpoint in every iteration by each method in turn; then kill the trainings, and a host."""
-    from thinwire.lab.bench.checkpoint.benchmark import CheckpointBenchmark
     from thinwire.lab.bench.checkpoint.report import build_report, write_picture
+    from thinwire.lab.bench.checkpoint.settings import CheckpointBenchmark
     from thinwire.lab.bench.checkpoint.work import TrainingWork
     from thinwire.lab.testbed.network import Link
 

@@ -56,9 +56,8 @@ def _print(result: dict[str, Any], console: Console) -> None:
         for row in result["rows"]
     ]  # fmt: skip
     columns = ("method", "ranks", "digest", "parts at", "bits a value", "step s")
-    show_table(
-        console, columns, cells, f"{result['job']}, {result['micro_batches']} micro-batches", "", texts=columns[:4]
-    )
+    title = f"{result['job']}, {result['micro_batches']} micro-batches"
+    show_table(console, columns, cells, title, texts=columns[:4])
     say(console, "The same bits on all numbers of ranks." if result["same_bits"] else "The bits are not the same.")
 
 

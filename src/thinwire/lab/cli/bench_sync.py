@@ -15,6 +15,7 @@ from thinwire.lab.bench.in_job import is_first_rank, is_in_job
 from thinwire.lab.cli.bench import DENSE_METHODS, DTYPES, SCHEMES, WORKLOADS, compile_kernels, show_comparison, where
 from thinwire.lab.cli.commands import Command, announce, listed, option
 from thinwire.lab.cli.output import clear_errors, open_console, progress, refuse_with, say, show_table, write_json
+from thinwire.lab.text import figure
 
 if TYPE_CHECKING:
     from thinwire.lab.bench.dense.benchmark import DenseBenchmark
@@ -155,7 +156,7 @@ def _print_dense(result: dict[str, Any], console: Console) -> None:
         [
             row["scheme"],
             f"{row['bytes_sent_max'] / 1e6:.2f}",
-            "-" if row["bits_per_value"] is None else f"{row['bits_per_value']:.2f}",
+            figure(row["bits_per_value"], ".2f"),
             f"{row['seconds_median']:.3f}",
             f"{row['seconds_p10']:.3f} .. {row['seconds_p90']:.3f}",
             "-" if row["speedup_vs_native"] is None else f"{row['speedup_vs_native']:.2f}x",

@@ -232,11 +232,13 @@ def print_measurement(measured: Measurement, console: Console) -> None:
     from thinwire.lab.text import counted
     from thinwire.plan.text import format_bytes, format_seconds
 
+    size = format_bytes(sum(table.size_bytes for table in measured.tables))
+    tables = f", and {len(measured.tables)} embedding tables of {size}" if measured.tables else ""
     console.print(
         f"{measured.world_size} ranks on {counted(measured.hosts, 'host')}, {measured.device}:"
         f" {measured.link.describe()}.\n"
         f"{len(measured.parameters)} parameters, {format_bytes(sum(measured.size_bytes))} of gradients"
-        f"{_tables(measured)}; forward {format_seconds(measured.forward_seconds)}, backward"
+        f"{tables}; forward {format_seconds(measured.forward_seconds)}, backward"
         f" {format_seconds(measured.all_backward_seconds)}, rest"
         f" {format_seconds(measured.rest_seconds)}.",
         highlight=False,
@@ -251,15 +253,6 @@ def print_measurement(measured: Measurement, console: Console) -> None:
     ]
     show_table(console, ("measured", "at least", "a MB", "off by"), rows, texts=("measured",))
     print_doubts(measured, console)
-
-
-def _tables(measured: Measurement) -> str:
-    from thinwire.plan.text import format_bytes
-
-    if not measured.tables:
-        return ""
-    size = format_bytes(sum(table.size_bytes for table in measured.tables))
-    return f", and {len(measured.tables)} embedding tables of {size}"
 
 
 def print_doubts(measured: Measurement, console: Console) -> None:

@@ -17,11 +17,9 @@ from thinwire.lab.demo.train import (
     KERNELS,
     VARIANTS,
     WARM_UP_STEPS,
-    FirstStep,
     RankResult,
     StepReport,
     TrainConfig,
-    TrainJob,
     Variant,
     train_rank,
 )
@@ -206,20 +204,18 @@ def compare(
         link: link of each emulated host; None for loopback.
 
     Raises:
-        ValueError: there are no hosts, or too many.
+        ValueError: there are too many hosts.
         NetAdminError: emulated hosts are not allowed here.
         RanksFailed: a rank failed.
     """
-    if hosts < 1:
-        raise ValueError(f"hosts must be at least 1, got {hosts}")
     preload("torch._dynamo")
     load = _others_running()
     compile_ahead(KERNELS, on_stage)
     with tempfile.TemporaryDirectory(prefix="thinwire-demo-") as directory:
-        job = TrainJob(config, Path(directory) / "tokens.npy")
         # A file of our own: the cache of the corpus may be missing or replaced while we run.
-        np.save(job.tokens_file, corpus.tokens)
-        link_mbit, ranks = _train(job, hosts, link, _Progress(hosts, on_step, on_stage), on_stage)
+        np.save(tokens_file := Path(directory) / "tokens.npy", corpus.tokens)
+        progress = _Progress(hosts, on_step, on_stage)
+        link_mbit, ranks = _train(config, tokens_file, hosts, link, progress, on_stage)
     results = {variant.name: _collect(variant, [rank[variant.name] for rank in ranks]) for variant in VARIANTS}
     cores = len(os.sched_getaffinity(0))
     return Comparison(config, hosts, len(corpus.tokens), corpus.num_words, link_mbit, results, load, cores)
@@ -238,7 +234,7 @@ def _others_running() -> float:
 
 
 def _train(
-    job: TrainJob, hosts: int, link: Link | None, progress: "_Progress", on_stage: OnStage
+    config: TrainConfig, tokens_file: Path, hosts: int, link: Link | None, progress: "_Progress", on_stage: OnStage
 ) -> tuple[float | None, list[dict[str, RankResult]]]:
     """Return the measured link in Mbit/s, and the results of each rank."""
     stage = f"Making {hosts} hosts and measuring their links" if link else f"Starting {hosts} ranks on loopback"
@@ -249,7 +245,8 @@ def _train(
             on_stage(f"Measured links of {mbit:,.0f} Mbit/s; starting {hosts} ranks", 0, 0)
         return mbit, values_of_ranks(
             train_rank,
-            job,
+            config,
+            tokens_file,
             world_size=hosts,
             network=network,
             timeout_seconds=TIMEOUT_SECONDS,
@@ -265,10 +262,10 @@ class _Progress:
         self._hosts, self._on_step, self._on_stage = hosts, on_step, on_stage
         self._losses: defaultdict[int, list[float]] = defaultdict(list)
 
-    def __call__(self, rank: int, report: StepReport | FirstStep) -> None:
-        if isinstance(report, FirstStep):
+    def __call__(self, rank: int, report: StepReport | str) -> None:
+        if isinstance(report, str):
             if rank == 0:
-                self._on_stage(f"First step of {report.label}", 0, 0)
+                self._on_stage(f"First step of {report}", 0, 0)
             return
         losses = self._losses[report.step]
         losses.append(report.loss)

@@ -40,8 +40,6 @@ class LogUniform:
     """
 
     def __init__(self, num_words: int, draws: int) -> None:
-        if num_words < 1 or draws < 1:
-            raise ValueError(f"num_words and draws must be at least 1, got {num_words} and {draws}")
         self.num_words = num_words
         self.draws = draws
 

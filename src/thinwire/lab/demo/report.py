@@ -17,13 +17,12 @@ from thinwire.lab.report import environment as versions
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_COLORS = {
-    "ddp": palette.STOCK,
-    "thinwire": palette.THINWIRE,
-    "ddp_sparse": palette.TORCH,
-    "thinwire_sparse": palette.THINWIRE,
+_LOOKS = {
+    "ddp": (palette.STOCK, "-"),
+    "thinwire": (palette.THINWIRE, "-"),
+    "ddp_sparse": (palette.TORCH, "-"),
+    "thinwire_sparse": (palette.THINWIRE, palette.DASHES[1]),
 }
-_STYLES = {"ddp": "-", "thinwire": "-", "ddp_sparse": "-", "thinwire_sparse": palette.DASHES[1]}
 _STEP_TITLE = "Step time"
 _CURVE_TITLE = "Step time against the link"
 
@@ -78,7 +77,7 @@ def _draw_steps(axes: "Axes", comparison: Comparison) -> None:
     low, high = np.array([one.step_seconds_range for one in results]).T
     spread = np.maximum(0.0, [seconds - low, high - seconds])
     labels = [one.variant.label.replace(", ", ",\n") for one in results]
-    colors = [_COLORS[one.variant.name] for one in results]
+    colors = [_LOOKS[one.variant.name][0] for one in results]
     axes.barh(labels, seconds, xerr=spread, color=colors, height=0.6, ecolor=INK, error_kw={"linewidth": 0.8})
     for row, (one, end) in enumerate(zip(results, high, strict=True)):
         text = summary.format_seconds(one.step_seconds)
@@ -93,8 +92,8 @@ def _draw_steps(axes: "Axes", comparison: Comparison) -> None:
 def _draw_losses(axes: "Axes", comparison: Comparison) -> None:
     steps = np.arange(1, comparison.steps + 1)
     for width, (name, one) in zip((10, 7, 4, 1.2), comparison.results.items(), strict=True):
-        color, style, label = _COLORS[name], _STYLES[name], one.variant.label
-        axes.plot(steps, one.loss, color=color, linewidth=width, linestyle=style, label=label)
+        color, style = _LOOKS[name]
+        axes.plot(steps, one.loss, color=color, linewidth=width, linestyle=style, label=one.variant.label)
     axes.set(xlabel="step", ylabel="loss (nats per word)", xlim=(1, max(2, steps[-1])))
     label_ends(axes)
 
@@ -104,7 +103,7 @@ def _draw_curve(axes: "Axes", comparisons: Sequence[Comparison]) -> None:
     links = [one.link_mbit or 0.0 for one in points]
     for variant in VARIANTS:
         seconds = [one.results[variant.name].step_seconds for one in points]
-        style, color = _STYLES[variant.name], _COLORS[variant.name]
+        color, style = _LOOKS[variant.name]
         axes.plot(links, seconds, marker="o", markersize=4, color=color, linestyle=style, label=variant.label)
     axes.set(xscale="log", xlabel="measured link of a host (Mbit/s)", ylabel="step (seconds)")
     axes.set_xticks(links, [f"{link:,.0f}" for link in links])

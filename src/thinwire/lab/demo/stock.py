@@ -9,15 +9,10 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.comm.process_group import sparse_all_reduce_bytes
+from thinwire.comm.process_group import ring_all_reduce_bytes, sparse_all_reduce_bytes
 
 
-def ring_bytes(num_bytes: int, world_size: int) -> float:
-    """Return the bytes that each rank sends in a ring all-reduce of ``num_bytes``: 2 (n - 1) / n of them."""
-    return 2 * (world_size - 1) / world_size * num_bytes
-
-
-def sent_bytes(model: DistributedDataParallel, looked_up: Sequence[Tensor], world_size: int) -> float:
+def sent_bytes(model: DistributedDataParallel, looked_up: Sequence[Tensor], world_size: int) -> int:
     """Return the bytes that each rank sends in a step; exact for the mean over ranks, which look up other rows.
 
     Args:
@@ -29,16 +24,14 @@ def sent_bytes(model: DistributedDataParallel, looked_up: Sequence[Tensor], worl
         for weight, ids in zip(tables, looked_up, strict=True)
     )
     dense = sum(weight.nbytes for weight in model.parameters()) - sum(weight.nbytes for weight in tables)
-    return ring_bytes(dense, world_size) + of_tables
-
-
-def log_every_step(model: DistributedDataParallel) -> None:
-    """Have DDP measure every step, instead of one in a hundred."""
-    model._set_ddp_runtime_logging_sample_rate(1)
+    return ring_all_reduce_bytes(dense, world_size) + of_tables
 
 
 def comm_seconds(model: DistributedDataParallel) -> float:
-    """Return the seconds from the first collective of the last backward pass to the end of its last one."""
+    """Return the seconds from the first collective of the last backward pass to the end of its last one.
+
+    DDP has to measure every step for that, instead of one in a hundred: ``_set_ddp_runtime_logging_sample_rate(1)``.
+    """
     assert model.logger is not None, "DDP makes it when it is built"
     model.logger.set_runtime_stats_and_log()  # as the next forward pass would
     return int(model._get_ddp_logging_data().get("backward_comm_time", 0)) / 1e9

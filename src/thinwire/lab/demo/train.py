@@ -4,6 +4,7 @@ import math
 import os
 import time
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,9 +91,10 @@ class TrainConfig:
         """Return the sizes of the model."""
         return ModelConfig(self.num_rows, self.embedding_dim, self.hidden_size, self.candidates, sparse)
 
-    def __post_init__(self) -> None:
-        if self.steps is not None and self.steps < 1:
-            raise ValueError(f"steps must be at least 1, got {self.steps}")
+    def optimizer(self, parameters: Iterable[Tensor], fused: bool = False) -> torch.optim.Optimizer:
+        """Return Adagrad for these parameters; fused, which is faster, it takes no sparse gradients."""
+        rates = {"lr": self.learning_rate, "initial_accumulator_value": INITIAL_ACCUMULATOR}
+        return torch.optim.Adagrad(parameters, **rates, fused=fused)
 
     def steps_in_all(self, done: int, seconds: float) -> int:
         """Return the expected number of steps of a run that did ``done``, the measured ones of them in ``seconds``."""
@@ -103,25 +105,6 @@ class TrainConfig:
         fitting = math.floor(measured * self.seconds / seconds) if measured else 0
         more = done if seconds >= self.seconds else max(done + 1, WARM_UP_STEPS + fitting)
         return min(max(least, more), MOST_STEPS)
-
-
-@dataclass(frozen=True)
-class TrainJob:
-    """A run as sent to the ranks.
-
-    Args:
-        tokens_file: path of the text: ``.npy``, int32 word ids by frequency.
-    """
-
-    config: TrainConfig
-    tokens_file: Path
-
-
-@dataclass(frozen=True)
-class FirstStep:
-    """Message of a rank before the first step of a variant, which takes several times as long as later ones."""
-
-    label: str
 
 
 @dataclass(frozen=True)
@@ -148,16 +131,20 @@ class RankResult:
     table: list[dict[str, Any]]
 
 
-def train_rank(context: RankContext, job: TrainJob) -> dict[str, RankResult]:
+def train_rank(context: RankContext, config: TrainConfig, tokens_file: Path) -> dict[str, RankResult]:
     """Train all variants from the same seed in the default process group, and return the results by variant.
 
     The variants take turns step by step, and in going first, so that a temporary load on the machine does not fall on
-    one of them alone.
+    one of them alone. The label of a variant is sent before its first step, which takes several times as long as later
+    ones, and a `StepReport` after each step of all.
+
+    Args:
+        tokens_file: path of the text: ``.npy``, int32 word ids by frequency.
     """
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // context.world_size))
     # Adagrad builds sparse tensors; saying "no checks" aloud silences torch's warning that there are none.
     torch.sparse.check_sparse_tensor_invariants.disable()
-    trainings = [DemoTraining(job, variant) for variant in VARIANTS]
+    trainings = [DemoTraining(config, tokens_file, variant) for variant in VARIANTS]
     dist.barrier()
     start, done, in_all = 0.0, 0, 1
     while done < in_all:
@@ -166,10 +153,10 @@ def train_rank(context: RankContext, job: TrainJob) -> dict[str, RankResult]:
         first = done % len(trainings)
         for training in trainings[first:] + trainings[:first]:
             if not done:
-                context.send(FirstStep(training.variant.label))
+                context.send(training.variant.label)
             training.step(done)
         done += 1
-        in_all = _of_rank_0(job.config.steps_in_all(done, time.perf_counter() - start))
+        in_all = _of_rank_0(config.steps_in_all(done, time.perf_counter() - start))
         context.send(StepReport(done, trainings[0].columns["loss"][-1], in_all))
     return {training.variant.name: training.result() for training in trainings}
 
@@ -183,30 +170,24 @@ def _of_rank_0(number: int) -> int:
 class DemoTraining:
     """One variant's model, optimizer and synchronizer, and its measurements so far."""
 
-    def __init__(self, job: TrainJob, variant: Variant) -> None:
-        self.job, self.variant = job, variant
-        config = job.config
+    def __init__(self, config: TrainConfig, tokens_file: Path, variant: Variant) -> None:
+        self.config, self.variant = config, variant
         torch.manual_seed(config.seed)
         # All ranks draw the same parameters, so DDP need not broadcast 120 MB over the link.
         model = LanguageModel(config.model(variant.sparse))
         self.model = DistributedDataParallel(model, init_sync=False)
         # The same rule in both forms. Adagrad that is not fused takes 247 ms of a step for dense gradients, fused 65.
-        self.optimizer = torch.optim.Adagrad(
-            self.model.parameters(),
-            lr=config.learning_rate,
-            initial_accumulator_value=INITIAL_ACCUMULATOR,
-            fused=not variant.sparse,
-        )
+        self.optimizer = config.optimizer(self.model.parameters(), fused=not variant.sparse)
         self.synchronizer = thinwire.attach(self.model) if variant.attached else None
         if self.synchronizer is None:
-            stock.log_every_step(self.model)
+            self.model._set_ddp_runtime_logging_sample_rate(1)
         self.sampler = LogUniform(config.num_rows, config.candidates)
-        self.tokens = np.load(job.tokens_file, mmap_mode="r", allow_pickle=False)
+        self.tokens = np.load(tokens_file, mmap_mode="r", allow_pickle=False)
         self.columns: defaultdict[str, list[float]] = defaultdict(list)
 
     def step(self, step: int) -> None:
         """Train one step, which all ranks begin together, and record it."""
-        config = self.job.config
+        config = self.config
         words = batch(self.tokens, config, step, dist.get_rank(), dist.get_world_size())
         sent, busy = self._totals()
         dist.barrier()

@@ -19,6 +19,7 @@ from thinwire.lab.planning.planner import (
     LossRow,
     Option,
     best_option,
+    by_seconds,
     plan_of,
     price_options,
     step_seconds,
@@ -166,6 +167,11 @@ class Diagnosis:
         ran = any(row.name in exact and row.measured_step_seconds is not None for row in self.confirmed)
         names = [row.name for row in self.failed]
         return "" if ran or not exact.intersection(names) else ", ".join(names)
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether the recommended way compresses anything."""
+        return any(group.compressor for group in self.plan.groups)
 
     @property
     def exposed_share(self) -> float:
@@ -331,9 +337,7 @@ def _possible(
 
 
 def _best_exact(measurement: Measurement, options: Sequence[Option]) -> tuple[str, float]:
-    exact = min(
-        (option for option in options if option.is_exact), key=lambda option: (option.seconds, option.timeline_seconds)
-    )
+    exact = min((option for option in options if option.is_exact), key=by_seconds)
     return exact.name, step_seconds(measurement, exact)
 
 
@@ -348,9 +352,7 @@ def finalists(diagnosis: Diagnosis) -> list[Option]:
     predictions are off by as much.
     """
     measurement = diagnosis.measurement
-    stock, *others = sorted(
-        diagnosis.options, key=lambda option: (option.name != STOCK, option.seconds, option.timeline_seconds)
-    )
+    stock, *others = sorted(diagnosis.options, key=lambda option: (option.name != STOCK, *by_seconds(option)))
     best: dict[int, Option] = {}
     for option in others:
         first = best.setdefault(option.loss, option)
@@ -411,9 +413,8 @@ def confirm(diagnosis: Diagnosis, trained: Sequence[Confirmed]) -> Diagnosis:
     measurement = diagnosis.measurement
     steps = {row.name: row.measured_step_seconds for row in trained if row.measured_step_seconds is not None}
     if STOCK not in steps:
-        raise ValueError(
-            "the training failed under stock DDP: " + "; ".join(filter(None, (row.failure for row in trained)))
-        )
+        reasons = "; ".join(row.failure for row in trained if row.failure)
+        raise ValueError(f"the training failed under stock DDP: {reasons}")
     named = {option.name: option for option in diagnosis.options}
     computing = measurement.other_seconds + measurement.all_backward_seconds
     cut = min(1.0, min(steps.values()) / computing) if computing else 1.0
@@ -645,10 +646,9 @@ def _ranges(diagnosis: Diagnosis) -> list[tuple[str, str]]:
         return []
     lossy, anything = diagnosis.compression_stops_mbit, diagnosis.stops_mbit
     here = diagnosis.measurement.link.mbit
-    if diagnosis.is_measured:
-        is_lossy = any(group.compressor for group in diagnosis.plan.groups)
-        if is_lossy != _pays(lossy, here) or diagnosis.plan.does_nothing == _pays(anything, here):
-            return []
+    differs = diagnosis.is_lossy != _pays(lossy, here) or diagnosis.plan.does_nothing == _pays(anything, here)
+    if diagnosis.is_measured and differs:
+        return []
     pays_here = not _pays(anything, here) or diagnosis.stock_step_seconds > WORTH * diagnosis.best_exact[1]
     exact_beyond = pays_here and (anything is None or (lossy is not None and anything > lossy))
     rows = [("Compression pays", _range(lossy))]
@@ -674,7 +674,7 @@ def _advice(diagnosis: Diagnosis, plan_path: str | None) -> list[str]:
     where, pasted = to_paste(diagnosis, plan_path)
     lines = [f"{where}:", "", *(f"    {line}" for line in pasted)]
     lines = lines if pasted else [f"Do nothing. {why_nothing(diagnosis)}."]
-    if any(group.compressor for group in diagnosis.plan.groups):
+    if diagnosis.is_lossy:
         lines += ["", "It is lossy: compare the loss too, or take the exact way with --compress none."]
     notes = (note for note in (_rate(diagnosis), _doubt(diagnosis), hint(diagnosis)) if note)
     lines += [line for note in notes for line in ("", note)]

@@ -35,7 +35,7 @@ _SHOWN = 12
 
 def draw(axes: Axes, diagnosis: Diagnosis) -> None:
     """Draw the curves on empty axes of matplotlib."""
-    lossy = 0
+    mbit, lossy = diagnosis.measurement.link.mbit, 0
     for curve in _drawn(diagnosis):
         color, line = (palette.STOCK, "-") if curve.name == STOCK else (palette.THINWIRE, "-")
         if _is_lossy(curve.name):
@@ -55,11 +55,9 @@ def draw(axes: Axes, diagnosis: Diagnosis) -> None:
     for row in diagnosis.confirmed:
         if row.measured_step_seconds is not None:
             color = palette.STOCK if row.name == STOCK else palette.LOSSY if _is_lossy(row.name) else palette.THINWIRE
-            axes.plot(
-                [_mbit(diagnosis)], [row.measured_step_seconds], "D", color=color, markersize=5, label="_measured"
-            )
+            axes.plot([mbit], [row.measured_step_seconds], "D", color=color, markersize=5, label="_measured")
     stops = diagnosis.compression_stops_mbit
-    mark(axes, _mbit(diagnosis), f"your link: {_link(diagnosis)}")
+    mark(axes, mbit, f"your link: {_link(diagnosis)}")
     if stops:
         mark(axes, stops, f"compression pays below {format_mbit(stops)}", row=1)
     label_ends(axes)
@@ -102,10 +100,10 @@ def _verdict(report: Report, diagnosis: Diagnosis) -> None:
     elif plan.does_nothing:
         report.hero("Do nothing", f"{why_nothing(diagnosis)}; {stock} a step, {diagnosis.source}.")
     else:
-        lossy = any(group.compressor for group in plan.groups)
         source = "predicted" if plan.choice in diagnosis.untried else diagnosis.source
         text = f"{plan.choice}: {best} a step, and {stock} under stock DDP, {source}."
-        report.hero(f"{plan.speedup:.2f}x faster", text + (" Compare the loss, too." if lossy else ""), lossy)
+        loss = " Compare the loss, too." if diagnosis.is_lossy else ""
+        report.hero(f"{plan.speedup:.2f}x faster", text + loss, diagnosis.is_lossy)
     report.figures(
         [
             (f"a step of stock DDP, {diagnosis.source}", stock),
@@ -122,7 +120,7 @@ def _paste(report: Report, diagnosis: Diagnosis, plan_path: str | None) -> None:
     where, lines = to_paste(diagnosis, plan_path)
     if lines:
         report.code("\n".join(lines), where)
-    if any(group.compressor for group in diagnosis.plan.groups):
+    if diagnosis.is_lossy:
         report.text("It is lossy: compare the loss, too, or take the exact way with --compress none.")
     if diagnosis.better_plan is not None:
         report.text(hint(diagnosis))
@@ -187,18 +185,15 @@ def _is_lossy(name: str) -> bool:
     return name != STOCK and not name.startswith(EXACT)
 
 
-def _mbit(diagnosis: Diagnosis) -> float:
-    return diagnosis.measurement.link.mbit
-
-
 def _link(diagnosis: Diagnosis) -> str:
     """Return the measured rate with the digits that the screen has."""
-    return f"{_mbit(diagnosis):.0f} Mbit/s"
+    return f"{diagnosis.measurement.link.mbit:.0f} Mbit/s"
 
 
 def _drawn(diagnosis: Diagnosis) -> list[LinkCurve]:
     """Return stock DDP, exact ways, and the compressors that are fastest at the measured link."""
-    at = min(range(len(SPEEDS_MBIT)), key=lambda i: abs(SPEEDS_MBIT[i] / _mbit(diagnosis) - 1))
+    mbit = diagnosis.measurement.link.mbit
+    at = min(range(len(SPEEDS_MBIT)), key=lambda i: abs(SPEEDS_MBIT[i] / mbit - 1))
     ranked = sorted(diagnosis.curves, key=lambda curve: (_is_lossy(curve.name), curve.step_seconds[at]))
     kept = {curve.name for curve in ranked[:MOST_LINES]}
     return [curve for curve in diagnosis.curves if curve.name in kept]

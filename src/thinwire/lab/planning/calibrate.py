@@ -6,8 +6,6 @@ cost time too: of four ranks on two cores at 200 Mbit/s a step predicted at 102 
 trained with the best groups of each compressor, and the difference is added to all its options.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace

@@ -4,12 +4,9 @@ A job is a round of headers, then an all-reduce of the gradients that are not co
 messages and the decoding of the others. All of it runs on the lane, one job after the other, beside backward.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import compress
 from typing import NamedTuple
 
@@ -51,76 +48,54 @@ class Messages(NamedTuple):
         return self.fixed + max(self.floor, self.alpha + wire_seconds)
 
 
-Row = tuple[float, float, float, Messages]
-"""Seconds of encoding a tensor, of its bytes, and of decoding it, and the messages by which it travels."""
+class TensorCost(NamedTuple):
+    """The seconds of one tensor in a job: encoding, bytes, decoding; and the messages that it shares with others."""
 
-
-class CostPart(NamedTuple):
-    """The part of one tensor in the cost of its job: coding, bytes, and the messages it shares."""
-
-    coding_seconds: float
+    encode_seconds: float
     wire_seconds: float
+    decode_seconds: float
     messages: Messages
 
 
 @dataclass(frozen=True)
 class Costs:
-    """The costs in seconds of any group of a model's gradients.
+    """The costs of any group of a model's gradients.
 
     Args:
-        encode_seconds, wire_seconds, decode_seconds: seconds of each tensor, which add up in a group.
-        messages: messages by which each tensor travels, shared with others of its job.
+        tensors: costs of each tensor, whose seconds add up in a group.
         opening_seconds: seconds of every job, for its headers.
     """
 
-    encode_seconds: tuple[float, ...]
-    wire_seconds: tuple[float, ...]
-    decode_seconds: tuple[float, ...]
-    messages: tuple[Messages, ...]
+    tensors: tuple[TensorCost, ...]
     opening_seconds: float
-
-    @classmethod
-    def of(cls, rows: Iterable[Row], opening_seconds: float) -> Costs:
-        """Return the costs of tensors that have one row each."""
-        encode, wire, decode, messages = tuple(zip(*rows, strict=True)) or ((), (), (), ())
-        return cls(encode, wire, decode, messages, opening_seconds)
-
-    @cached_property
-    def rows(self) -> tuple[Row, ...]:
-        """The costs of each tensor."""
-        return tuple(zip(self.encode_seconds, self.wire_seconds, self.decode_seconds, self.messages, strict=True))
 
     @property
     def coded(self) -> tuple[bool, ...]:
         """Whether each tensor is compressed."""
-        return tuple(messages.kind != EXACT for messages in self.messages)
+        return tuple(tensor.messages.kind != EXACT for tensor in self.tensors)
 
     @property
-    def tensor_seconds(self) -> tuple[float, ...]:
-        """Seconds of each tensor: encoding, bytes and decoding together."""
-        return tuple(encode + wire + decode for encode, wire, decode, _ in self.rows)
+    def wire_seconds(self) -> float:
+        """Seconds of the bytes of all tensors."""
+        return math.fsum(tensor.wire_seconds for tensor in self.tensors)
 
     @property
     def group_seconds(self) -> float:
         """Seconds of a job with all kinds of messages, without the tensors."""
-        return self.opening_seconds + sum(messages.seconds(0.0) for messages in dict.fromkeys(self.messages))
-
-    @cached_property
-    def parts(self) -> tuple[CostPart, ...]:
-        """The part of each tensor in the cost of its job."""
-        return tuple(CostPart(encode + decode, wire, messages) for encode, wire, decode, messages in self.rows)
+        kinds = dict.fromkeys(tensor.messages for tensor in self.tensors)
+        return self.opening_seconds + sum(messages.seconds(0.0) for messages in kinds)
 
     def seconds(self, members: Sequence[int]) -> float:
         """Return the seconds of one job."""
-        return job_seconds(self.opening_seconds, [self.parts[index] for index in members])
+        return job_seconds(self.opening_seconds, [self.tensors[index] for index in members])
 
 
-def job_seconds(opening_seconds: float, parts: Iterable[CostPart]) -> float:
+def job_seconds(opening_seconds: float, tensors: Iterable[TensorCost]) -> float:
     """Return the seconds of one job, of any mixture of messages."""
     work, wires = 0.0, dict[Messages, float]()
-    for part in parts:
-        work += part.coding_seconds
-        wires[part.messages] = wires.get(part.messages, 0.0) + part.wire_seconds
+    for encode_seconds, wire_seconds, decode_seconds, messages in tensors:
+        work += encode_seconds + decode_seconds
+        wires[messages] = wires.get(messages, 0.0) + wire_seconds
     return opening_seconds + sum(messages.seconds(wire) for messages, wire in wires.items()) + work
 
 
@@ -130,7 +105,7 @@ def exact_costs(parameters: Sequence[Parameter], link: MeasuredLink, copies: Cod
     Args:
         copies: the codec of copying into one tensor and back.
     """
-    return Costs.of((_exact(entry, link, copies, world_size) for entry in parameters), link.round.alpha)
+    return Costs(tuple(_exact(entry, link, copies, world_size) for entry in parameters), link.round.alpha)
 
 
 def coded_costs(
@@ -149,16 +124,16 @@ def coded_costs(
         check_parameter(compressor, parameter)
     rounds = max((_rounds(compressor, parameter) for parameter in large), default=0)
     line, messages = _collective(link, codec.exchange).line, _messages(link, codec.exchange, rounds)
-    rows: list[Row] = []
+    tensors: list[TensorCost] = []
     for parameter, is_coded in zip(parameters, coded, strict=True):
         if not is_coded:
-            rows.append(_exact(parameter, link, copies, world_size))
+            tensors.append(_exact(parameter, link, copies, world_size))
             continue
         size_bytes = parameter.numel * parameter.working_dtype.itemsize
         reduction = reduction_for(codec.exchange, compressor, parameter, world_size)
         sent = added_bytes(compressor, parameter, reduction, world_size)
-        rows.append((codec.encode(size_bytes), line.beta * sent, codec.decode(size_bytes), messages))
-    return Costs.of(rows, link.round.alpha)
+        tensors.append(TensorCost(codec.encode(size_bytes), line.beta * sent, codec.decode(size_bytes), messages))
+    return Costs(tuple(tensors), link.round.alpha)
 
 
 def lossless_costs(
@@ -174,31 +149,31 @@ def lossless_costs(
     segments = max(1, math.ceil(min(total, _BUCKET_BYTES) / world_size / SEGMENT_BYTES))
     deal, gather = link.all_to_all, link.all_gather
     messages = Messages(LOSSLESS, deal.line.alpha + gather.line.alpha, deal.floor + gather.floor)
-    rows: list[Row] = []
-    for parameter, native in zip(parameters, exact.rows, strict=True):
+    tensors: list[TensorCost] = []
+    for parameter, native in zip(parameters, exact.tensors, strict=True):
         if parameter.dtype not in known:
-            rows.append(native)
+            tensors.append(native)
             continue
         known_code, size_bytes = known[parameter.dtype], parameter.numel * parameter.dtype.itemsize
         coding = known_code.code.coding_seconds(size_bytes, world_size, known_code.cores)
         sending = known_code.code.sent_bytes(size_bytes, world_size) * deal.line.beta
-        encode, _, decode, _ = native
-        rows.append((encode + min(coding, sending) / segments, max(coding, sending), decode, messages))
-    return Costs.of(rows, exact.opening_seconds)
+        encode = native.encode_seconds + min(coding, sending) / segments
+        tensors.append(TensorCost(encode, max(coding, sending), native.decode_seconds, messages))
+    return Costs(tuple(tensors), exact.opening_seconds)
 
 
 def chosen_costs(options: Sequence[Costs], choices: Sequence[int]) -> Costs:
     """Return the costs of the same gradients, each in the option of the given index."""
-    rows = (options[choice].rows[index] for index, choice in enumerate(choices))
-    return Costs.of(rows, options[0].opening_seconds)
+    tensors = tuple(options[choice].tensors[index] for index, choice in enumerate(choices))
+    return Costs(tensors, options[0].opening_seconds)
 
 
-def _exact(parameter: Parameter, link: MeasuredLink, copies: Codec, world_size: int) -> Row:
+def _exact(parameter: Parameter, link: MeasuredLink, copies: Codec, world_size: int) -> TensorCost:
     size_bytes = parameter.numel * parameter.dtype.itemsize
     sent = ring_all_reduce_bytes(size_bytes, world_size)
     line, into, back = link.all_reduce.line, copies.encode.line, copies.decode.line
     messages = Messages(EXACT, line.alpha, link.all_reduce.floor, into.alpha + back.alpha)
-    return into.beta * size_bytes, line.beta * sent, back.beta * size_bytes, messages
+    return TensorCost(into.beta * size_bytes, line.beta * sent, back.beta * size_bytes, messages)
 
 
 def added_bytes(compressor: Compressor, parameter: Parameter, reduction: Reduction, world_size: int) -> int:

@@ -12,8 +12,6 @@ It is exact because the right side never falls when E(j) rises. Where encoding d
 Algorithm 1 of Espresso (EuroSys'23), and leaves the cuts to the recursion.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import accumulate
 
@@ -59,11 +57,12 @@ class _JobPrices:
 
     def __init__(self, costs: Costs) -> None:
         self._opening = costs.opening_seconds
-        self._work = _sums(np.array(costs.encode_seconds) + np.array(costs.decode_seconds))
+        self._work = _sums(np.array([tensor.encode_seconds + tensor.decode_seconds for tensor in costs.tensors]))
         self._kinds = []
-        for messages in dict.fromkeys(costs.messages):
-            own = np.array([other == messages for other in costs.messages])
-            self._kinds.append((messages, _sums(own), _sums(np.where(own, costs.wire_seconds, 0.0))))
+        for messages in dict.fromkeys(tensor.messages for tensor in costs.tensors):
+            own = np.array([tensor.messages == messages for tensor in costs.tensors])
+            wire = np.array([tensor.wire_seconds for tensor in costs.tensors])
+            self._kinds.append((messages, _sums(own), _sums(np.where(own, wire, 0.0))))
 
     def ending_at(self, end: int) -> np.ndarray:
         """Return [end] costs of the jobs that begin with gradient 0, 1, ..., end - 1."""
@@ -117,7 +116,7 @@ class _Decisions:
         choices: Sequence[int],
     ) -> None:
         self._backward, self._ready = backward_seconds, list(accumulate(backward_seconds))
-        self._options, self._parts = options, [costs.parts for costs in options]
+        self._options = options
         self._order = sorted(range(len(size_bytes)), key=lambda tensor: (-size_bytes[tensor], -tensor))
         self.choices = list(choices)
         self._cut()
@@ -166,8 +165,8 @@ class _Decisions:
     def _seconds_of(self, number: int, other: dict[int, int] | None = None) -> float:
         """Return the seconds of one job, in which some gradients have another option than their own."""
         choices = {tensor: self.choices[tensor] for tensor in self.groups[number]} | (other or {})
-        parts = [self._parts[option][tensor] for tensor, option in choices.items()]
-        return job_seconds(self._options[0].opening_seconds, parts)
+        tensors = [self._options[option].tensors[tensor] for tensor, option in choices.items()]
+        return job_seconds(self._options[0].opening_seconds, tensors)
 
     def _timeline(self, job_seconds: Sequence[float]) -> tuple[float, int]:
         """Return the end of all jobs, and the first job after the last bubble, when the lane waits for a gradient."""

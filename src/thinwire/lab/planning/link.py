@@ -4,8 +4,6 @@ A point is the median of a few blocks of runs; the slowest rank gives the second
 one lasts long enough for its bytes to count.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 import time

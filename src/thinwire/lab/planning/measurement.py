@@ -1,15 +1,13 @@
 """The frozen `Measurement`: all that planning needs to know of a model, its machines and their link. A JSON file."""
 
-from __future__ import annotations
-
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 
@@ -18,6 +16,7 @@ from thinwire.compress.base import Parameter
 from thinwire.lab.planning.costs import Costs, coded_costs, exact_costs, lossless_costs
 from thinwire.lab.planning.speeds import COPIES, Codec, DenseCode, Extra, MeasuredLink
 from thinwire.lab.planning.tables import EmbeddingTable, RowJob, row_jobs
+from thinwire.observe.step import differences
 from thinwire.plan.plan import STOCK, fingerprint
 from thinwire.plan.profile import Linear, Profile
 
@@ -202,16 +201,6 @@ class Measurement:
         """Fingerprint of the model, as in a `thinwire.Plan` for it."""
         return fingerprint(self.parameters)
 
-    def check(self, parameters: Sequence[Parameter]) -> None:
-        """Raise ValueError if this is not a measurement of a model with these parameters."""
-        missing = {parameter.name for parameter in parameters} - set(self.names)
-        if missing:
-            raise ValueError(
-                f"the measurement lacks {len(missing)} tensors of this model, such as {min(missing)!r}; {_HOW} of it"
-            )
-        if fingerprint(parameters) != self.fingerprint:
-            raise ValueError(f"the measurement is of another model; {_HOW} of this one")
-
     def codec(self, compressor: str, exchange: str) -> Codec:
         """Return the measured costs of a compressor by an exchange.
 
@@ -282,9 +271,9 @@ class Measurement:
     def profile_of(self, costs: Costs, on: Literal["lane", "compute"] = "lane") -> Profile:
         """Return costs as lines over bytes; see `profile`."""
         total = max(1, sum(self.size_bytes))
-        encode, wire, decode = (
-            math.fsum(seconds) / total for seconds in (costs.encode_seconds, costs.wire_seconds, costs.decode_seconds)
-        )
+        wire = costs.wire_seconds / total
+        encode = math.fsum(tensor.encode_seconds for tensor in costs.tensors) / total
+        decode = math.fsum(tensor.decode_seconds for tensor in costs.tensors) / total
         free = Linear(0.0, 0.0)
         lane = on == "lane"
         return Profile(
@@ -320,7 +309,7 @@ class Measurement:
         bent = [name for name, fit in fits.items() if fit.residual > DOUBTFUL]
         return bent + [f"{name} (faster in training than its parts)" for name in dict.fromkeys(gains)]
 
-    def whole(self) -> Measurement:
+    def whole(self) -> Self:
         """Return the same model with its dense tables as gradients like all others, as DDP sees them; for pricing."""
         rows = [*zip(self.ready_seconds, self.parameters, strict=True)]
         dense = [table for table in self.tables if not table.is_sparse]
@@ -328,16 +317,14 @@ class Measurement:
             (table.ready_seconds, Parameter(table.name, (table.num_rows, table.width), table.dtype)) for table in dense
         ]
         rows.sort(key=lambda row: row[0])
-        moments = (0.0, *(ready for ready, _ in rows))
-        seconds = tuple(end - start for start, end in pairwise(moments))
         return replace(
             self,
             parameters=tuple(entry for _, entry in rows),
-            backward_seconds=seconds,
+            backward_seconds=differences([ready for ready, _ in rows]),
             tables=self.tables if not rows else (),
         )
 
-    def at(self, mbit: float) -> Measurement:
+    def at(self, mbit: float) -> Self:
         """Return the same model on the same machines with another link, see `MeasuredLink.at`.
 
         The extra seconds of exact gradients change with the cost of a byte. Extras of compressors are work of
@@ -349,9 +336,8 @@ class Measurement:
         def moved(extra: Extra) -> Extra:
             if extra.compressor in (COPIES, STOCK):
                 return replace(extra, seconds=slower * extra.seconds)
-            return replace(
-                extra, seconds=max(1.0, slower) * (extra.seconds if slower == 1.0 else max(0.0, extra.seconds))
-            )
+            seconds = extra.seconds if slower == 1.0 else max(0.0, extra.seconds)
+            return replace(extra, seconds=max(1.0, slower) * seconds)
 
         extras = tuple(map(moved, self.extras))
         return replace(self, link=self.link.at(mbit), extras=extras)
@@ -378,7 +364,7 @@ class Measurement:
         }
 
     @classmethod
-    def from_json(cls, data: object) -> Measurement:
+    def from_json(cls, data: object) -> Self:
         """Parse the result of `to_json`.
 
         Raises:
@@ -412,7 +398,7 @@ class Measurement:
         Path(path).write_text(json.dumps(self.to_json(), indent=2) + "\n", encoding="utf-8")
 
     @classmethod
-    def load(cls, path: str | Path) -> Measurement:
+    def load(cls, path: str | Path) -> Self:
         """Read a file of `save`. Raise ValueError if there is no such file, or it is no measurement."""
         try:
             data = json.loads(Path(path).read_text(encoding="utf-8"))

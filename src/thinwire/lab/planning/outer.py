@@ -1,7 +1,5 @@
 """The price of an outer loop, an option that changes the algorithm: it is named where it would help, never chosen."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 

@@ -5,11 +5,10 @@ exact all-reduce. The lane compresses on the host, beside backward, on whichever
 one processor to choose.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from thinwire.lab.planning.costs import Costs, chosen_costs
@@ -148,6 +147,9 @@ class Option:
         return tuple(used) or ((LOSSLESS if self.is_lossless else COPIES, "all_reduce"),)
 
 
+by_seconds = attrgetter("seconds", "timeline_seconds")
+"""The key by which options are sorted, the fastest first."""
+
 _ALL = ("*",)
 """Stands for the gradients of a group that are not chosen yet."""
 
@@ -199,9 +201,8 @@ def best_plan(
     """
     measurement = with_sums(measurement, dense)
     priced = price_options(measurement, () if dense == LOSSLESS else compressors, policies, search)
-    lossless = [option for option in priced if option.is_lossless]
-    taken = lossless if dense == LOSSLESS else priced
-    return plan_of(best_option(measurement, taken), measurement, priced)
+    legal = [option for option in priced if option.is_lossless or dense != LOSSLESS]
+    return plan_of(best_option(measurement, legal), measurement, priced)
 
 
 def defaults(optimizer: str) -> tuple[str, ...]:
@@ -238,7 +239,7 @@ def best_option(measurement: Measurement, priced: Sequence[Option]) -> Option:
         found: options; the first must be stock DDP.
     """
     kinds: dict[tuple[int, bool], Option] = {}
-    for option in sorted(priced, key=lambda option: (option.seconds, option.timeline_seconds)):
+    for option in sorted(priced, key=by_seconds):
         kinds.setdefault((option.loss, not option.is_plain), option)
     simplest_first = [kinds[kind] for kind in sorted(kinds)]
 
@@ -339,7 +340,7 @@ def _stock_jobs(measurement: Measurement) -> tuple[list[Job], float]:
     everything = measurement.whole()
     costs, groups = everything.costs(), usual_groups(everything)
     jobs = jobs_of(everything, groups, [costs.seconds(group) - costs.opening_seconds for group in groups])  # no headers
-    wire_seconds = math.fsum(costs.wire_seconds)
+    wire_seconds = costs.wire_seconds
     for table in measurement.tables:
         if table.is_sparse:
             seconds, wire = gathered(table, measurement.link)
@@ -382,7 +383,8 @@ def equivalent_profile(measurement: Measurement, costs: Costs) -> Profile:
     The cost of a compressed tensor is not proportional to its bytes, so its "bytes" are seconds here.
     """
     communicate = Linear(costs.group_seconds, 1.0)
-    return replace(measurement.profile_of(costs), size_bytes=costs.tensor_seconds, communicate=communicate)
+    seconds = tuple(encode + wire + decode for encode, wire, decode, _ in costs.tensors)
+    return replace(measurement.profile_of(costs), size_bytes=seconds, communicate=communicate)
 
 
 def plan_of(option: Option, measurement: Measurement, priced: Sequence[Option]) -> Plan:
@@ -458,7 +460,7 @@ def _option(
         for number, (leaf, part) in enumerate(_parts(leaves, job, choices))
     )
     rows = measurement.row_jobs
-    wire_seconds = math.fsum(costs.wire_seconds) + math.fsum(job.wire_seconds for job in rows)
+    wire_seconds = costs.wire_seconds + math.fsum(job.wire_seconds for job in rows)
     dense = jobs_of(measurement, jobs, [costs.seconds(job) for job in jobs])
     timed = sorted([*dense, *((job.ready_seconds, job.seconds) for job in rows)])
     return _timed(measurement, Option(name, groups, 0.0, is_plain=is_plain), timed, wire_seconds)

@@ -4,8 +4,6 @@ All ranks begin each step together, so that they share resources as in training;
 rank, because a gradient can be summed only when all ranks have it.
 """
 
-from __future__ import annotations
-
 import gc
 import statistics
 import time

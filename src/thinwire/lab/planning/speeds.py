@@ -1,12 +1,10 @@
 """Measured speeds of a machine and its link: lines through measured points, for links and for compressors."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -51,7 +49,7 @@ class Fit:
         return max(self.floor, self.line(size_bytes))
 
     @classmethod
-    def of(cls, points: Sequence[tuple[float, float]], extrapolates: bool = False) -> Fit:
+    def of(cls, points: Sequence[tuple[float, float]], extrapolates: bool = False) -> Self:
         """Fit points: the fastest is the floor; the line is of least relative squares through those well above it.
 
         Args:
@@ -73,7 +71,7 @@ class Fit:
         return replace(fit, residual=statistics.median(errors), points=tuple(map(tuple, points)))
 
     @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Fit:
+    def from_json(cls, value: Mapping[str, Any]) -> Self:
         """Parse the result of ``asdict``; raise KeyError, TypeError or ValueError for anything else."""
         points = tuple((float(size), float(seconds)) for size, seconds in value["points"])
         floor = Linear(float(value["floor"]), 0.0).alpha  # raises ValueError for what is no time
@@ -134,7 +132,7 @@ class MeasuredLink:
             f" {1e3 * self.message.alpha:.2f} ms to one rank"
         )
 
-    def at(self, mbit: float) -> MeasuredLink:
+    def at(self, mbit: float) -> Self:
         """Return the same machines on a link of another rate.
 
         The cost of a byte is the wire's part, 1 / rate, and the rest of processors and protocols, which stays. On a
@@ -158,7 +156,7 @@ class MeasuredLink:
         return replace(self, message=moved(self.message), **fits)
 
     @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> MeasuredLink:
+    def from_json(cls, value: Mapping[str, Any]) -> Self:
         """Parse the result of ``asdict``; raise KeyError, TypeError or ValueError for anything else."""
         lines: dict[str, Any] = {name: _line(value[name]) for name in ("message", "round")}
         fits: dict[str, Any] = {name: Fit.from_json(value[name]) for name in ("all_reduce", "all_gather", "all_to_all")}
@@ -182,7 +180,7 @@ class Codec:
     decode: Fit
 
     @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Codec:
+    def from_json(cls, value: Mapping[str, Any]) -> Self:
         """Parse the result of ``asdict``; raise KeyError, TypeError or ValueError for anything else."""
         fits = {name: Fit.from_json(value[name]) for name in ("encode", "decode")}
         return cls(str(value["compressor"]), str(value["exchange"]), **fits)
@@ -203,7 +201,7 @@ class Extra:
     seconds: float
 
     @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Extra:
+    def from_json(cls, value: Mapping[str, Any]) -> Self:
         """Parse the result of ``asdict``; raise KeyError, TypeError or ValueError for anything else."""
         return cls(str(value["compressor"]), str(value["exchange"]), float(value["seconds"]))
 
@@ -231,7 +229,7 @@ class DenseCode:
         return {"dtype": str(self.dtype).removeprefix("torch."), **asdict(self.code), "cores": self.cores}
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> DenseCode:
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
         """Parse the result of `to_json`; raise KeyError, TypeError, AttributeError or ValueError for anything else."""
         row = {name: value for name, value in data.items() if name not in ("dtype", "cores")}
         numbers = {name: float(value) for name, value in row.items() if name != "value_bits"}

@@ -1,12 +1,10 @@
 """Costs of embedding tables: as rows, which `thinwire.attach` sends, and as stock DDP sends them. Pure."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -68,7 +66,7 @@ class EmbeddingTable:
         return {**vars(self), "dtype": str(self.dtype).removeprefix("torch."), "held": list(self.held)}
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> EmbeddingTable:
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
         """Parse the result of `to_json`; raise KeyError, TypeError, AttributeError or ValueError for anything else."""
         fields: dict[str, Any] = {**data, "dtype": getattr(torch, data["dtype"]), "held": map(float, data["held"])}
         return cls(**fields)
@@ -128,9 +126,8 @@ def _row_job(group: Sequence[EmbeddingTable], link: MeasuredLink, hosts: Hosts) 
     demand = Demand.of(held, num_rows, first.width, first.dtype.itemsize, max(union, statistics.fmean(held)))
     machine = link.machine
     offer = price(DENSE, demand, machine) if is_dense(demand) else ranked(offers_of(demand, machine, hosts))[0]
-    wire_seconds = offer.sent_bytes * (
-        link.all_reduce.line.beta if offer.scheme == DENSE else link.all_to_all.line.beta
-    )
+    collective = link.all_reduce if offer.scheme == DENSE else link.all_to_all
+    wire_seconds = offer.sent_bytes * collective.line.beta
     seconds = 2 * link.round.alpha + wire_seconds if offer.seconds is None else offer.seconds
     ready_seconds = max(table.ready_seconds for table in group)
     names = tuple(table.name for table in group)

@@ -1,7 +1,5 @@
 """The statistics of a timeline: what computes, what communicates, what waits, and the communication that is hidden."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from itertools import pairwise

@@ -1,12 +1,11 @@
 """Measure a model, its machines and their link in one `Measurement`, the same on all ranks."""
 
-from __future__ import annotations
-
 import math
 import platform
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from itertools import accumulate, chain
 
 import torch
@@ -196,9 +195,7 @@ def _speeds(lane: Lane, how: How, device: torch.device, on_stage: OnStage) -> Sp
         codec = known.codec(text, exchange)
         if codec is None:
             on_stage(f"{text} by {exchange}" if text else "copies")
-            codec = lane.submit(
-                lambda lane, text=text, exchange=exchange: measure_codec(lane, text, exchange, device)
-            ).wait()
+            codec = lane.submit(partial(measure_codec, text=text, exchange=exchange, device=device)).wait()
         codecs.append(codec)
     if lane.rank == 0:
         cache.save(setting, known.having(codecs, link))

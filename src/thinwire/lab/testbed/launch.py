@@ -150,11 +150,7 @@ def _as_started(setup: Callable[..., RankSetup]) -> RankSetup:
 
 
 def _ranks_per_host(world_size: int, ranks_per_host: int | None, hosts: int) -> int:
-    if world_size < 1:
-        raise ValueError(f"world_size must be at least 1, got {world_size}")
     per_host = -(-world_size // hosts) if ranks_per_host is None else ranks_per_host
-    if per_host < 1:
-        raise ValueError(f"ranks_per_host must be at least 1, got {per_host}")
     if hosts > 1 and per_host * hosts < world_size:
         raise ValueError(f"{world_size} ranks do not fit on {hosts} hosts with {per_host} ranks each")
     return per_host

@@ -1,9 +1,10 @@
-"""Results of `bench checkpoint`, made by hand."""
+"""Results of `bench checkpoint`: made by hand, and measured on two hosts of this machine."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from thinwire.lab.bench.checkpoint.benchmark import run
 from thinwire.lab.bench.checkpoint.methods import NONE, THINWIRE
 from thinwire.lab.bench.checkpoint.overhead import Block, OverheadRecord
 from thinwire.lab.bench.checkpoint.recovery import Recovery
@@ -12,6 +13,7 @@ from thinwire.lab.bench.checkpoint.rows import (
     bounds_of,
     row_of,
 )
+from thinwire.lab.bench.checkpoint.settings import CheckpointBenchmark
 from thinwire.lab.bench.checkpoint.traffic import TrafficSample, timeline
 
 STATE_BYTES = 2_000_000
@@ -61,3 +63,24 @@ def result(link_mbit: float | None = 100.0, idle: float = 0.8, traced: bool = Fa
         samples = [[TrafficSample(0.01 * i, 10_000 * i, 5000 * i) for i in range(100)] for _ in measured]
         made["timeline"] = timeline(samples, [[(0.1, 0.12), (0.5, 0.51)] for _ in measured])
     return made
+
+
+def measure_on_two_hosts(**options: Any) -> tuple[dict[str, Any], int]:
+    """The result, and how often progress was told."""
+    benchmark = CheckpointBenchmark(hosts=2, timeout_seconds=100.0, **options)
+    done: list[str] = []
+    result = run(benchmark, done.append)
+    assert len(done) == benchmark.parts
+    return result, len(done)
+
+
+def check_method(row: dict[str, Any], kills: int) -> None:
+    """Of one method that makes checkpoints, in memory or on a disk."""
+    assert row["blocking_ms_per_gb"] > 0
+    if kills == 0:
+        assert row["restore_bitwise_equal"] is row["iterations_lost"] is row["wasted_seconds"] is None
+        return
+    assert row["restore_bitwise_equal"] is True
+    assert 0.0 <= row["iterations_lost"] < 6.0
+    assert row["recovery_seconds_processes"] > 0.0
+    assert row["wasted_seconds"] > row["recovery_seconds_host"] > 0.0

@@ -10,17 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpoint_capacity import seconds_to_loss
+from checkpoint_capacity import restore_local_seconds, restore_replaced_seconds, seconds_to_loss
 from thinwire.lab.bench.checkpoint.bounds import (
     Hardware,
-    bounds,
     copy_seconds,
     high_frequency_wasted_seconds,
     interval_iterations,
-    memory_bytes,
     network_seconds,
-    restore_local_seconds,
-    restore_replaced_seconds,
     strawman_wasted_seconds,
     wasted_seconds,
 )
@@ -36,14 +32,13 @@ def close(expected: float) -> object:
 
 
 def test_100_billion_parameters_on_16_machines() -> None:
-    """75 GB a machine: 1.5 s to send and to copy; 300 GB of host memory for two versions of two replicas."""
-    best = bounds(75_000_000_000, 2, A100, iteration_seconds=65, idle_seconds=10)
-    assert (best.network_seconds, best.interval_iterations, best.memory_bytes) == (1.5, 1, 300_000_000_000)
-    assert best.copy_seconds == close(2 * 9.4 / 12.6)
-    assert best.restore_local_seconds == close(9.4 / 12.6)
-    assert best.restore_replaced_seconds == best.restore_local_seconds + 1.5
-    faster = Hardware(8, 50e9, 23e9)
-    assert restore_replaced_seconds(75_000_000_000, faster) == close(1.5 + 9.4 / 23)
+    """75 GB a machine: 1.5 s to send and to copy, which fits into each iteration."""
+    network, copy = network_seconds(75_000_000_000, 2, A100), copy_seconds(75_000_000_000, 2, A100)
+    assert network == 1.5
+    assert copy == close(2 * 9.4 / 12.6)
+    assert interval_iterations(network, copy, 65, 10) == 1
+    assert restore_local_seconds(75_000_000_000, A100) == close(9.4 / 12.6)
+    assert restore_replaced_seconds(75_000_000_000, Hardware(8, 50e9, 23e9)) == close(1.5 + 9.4 / 23)
 
 
 def test_70_billion_parameters_on_16_machines() -> None:
@@ -53,73 +48,49 @@ def test_70_billion_parameters_on_16_machines() -> None:
     assert network_seconds(size, 2, Hardware(8, 8 * 3e9, 50e9)) == close(2.2), "over Gloo, 3 GB/s a process"
 
 
-def test_more_replicas_send_and_copy_more_and_restore_as_fast() -> None:
+def test_more_replicas_send_and_copy_more() -> None:
     size = 1_000_000
     assert [network_seconds(size, m, A100) / network_seconds(size, 2, A100) for m in (1, 2, 3)] == [0, 1, 2]
     assert [copy_seconds(size, m, A100) * 12.6e9 * 8 / size for m in (1, 2, 3)] == pytest.approx([1, 2, 3])
-    assert [memory_bytes(size, m, versions) for m in (1, 2, 3) for versions in (2, 3)] == [
-        count * size for count in (2, 3, 4, 6, 6, 9)
-    ]
-    assert restore_local_seconds(size, A100) < restore_replaced_seconds(size, A100)
 
 
 # Interval
 
 
 @pytest.mark.parametrize(
-    ("sending", "copying", "idle", "gamma", "interval"),
-    [
-        (1.5, 1.5, 10, 1.0, 1), (10, 1.5, 10, 1.0, 1), (10, 1.5, 10, 0.9, 2), (10.1, 1.5, 10, 1.0, 2),
-        (0.1, 65.1, 10, 1.0, 2), (95, 1.5, 10, 0.5, 19), (0, 0, 0, 1.0, 1),
-    ],
-)  # fmt: skip
+    ("sending", "copying", "idle", "interval"),
+    [(1.5, 1.5, 10, 1), (10, 1.5, 10, 1), (10.1, 1.5, 10, 2), (0.1, 65.1, 10, 2), (95, 1.5, 5, 19), (0, 0, 0, 1)],
+)
 def test_the_interval_is_what_sending_and_copying_allow(
-    sending: float, copying: float, idle: float, gamma: float, interval: int
+    sending: float, copying: float, idle: float, interval: int
 ) -> None:
-    assert interval_iterations(sending, copying, 65, idle, gamma) == interval
+    assert interval_iterations(sending, copying, 65, idle) == interval
 
 
-@given(st.floats(0, 1e3), st.floats(0, 1e3), st.floats(0.01, 100), st.floats(0.01, 1), st.floats(0.1, 1))
+@given(st.floats(0, 1e3), st.floats(0, 1e3), st.floats(0.01, 100), st.floats(0.01, 1))
 def test_the_interval_fits_and_a_shorter_one_does_not(
-    sending: float, copying: float, iteration: float, idle_share: float, gamma: float
+    sending: float, copying: float, iteration: float, idle_share: float
 ) -> None:
     idle = idle_share * iteration
-    interval = interval_iterations(sending, copying, iteration, idle, gamma)
+    interval = interval_iterations(sending, copying, iteration, idle)
 
     def fits(iterations: int, slack: float) -> bool:
-        return sending <= iterations * gamma * idle * slack and copying <= iterations * iteration * slack
+        return sending <= iterations * idle * slack and copying <= iterations * iteration * slack
 
     assert fits(interval, 1 + 1e-9)
     assert interval == 1 or not fits(interval - 1, 1 - 1e-9)
 
 
-@pytest.mark.parametrize(
-    ("iteration", "idle", "gamma"), [(0, 0, 1), (1, 2, 1), (1, -1, 1), (1, 1, 0), (1, 1, 1.5), (math.nan, 1, 1)]
-)
-def test_times_that_cannot_be_are_refused(iteration: float, idle: float, gamma: float) -> None:
+@pytest.mark.parametrize(("iteration", "idle"), [(0, 0), (1, 2), (1, -1), (math.nan, 1)])
+def test_times_that_cannot_be_are_refused(iteration: float, idle: float) -> None:
     with pytest.raises(ValueError, match="cannot be"):
-        interval_iterations(1, 1, iteration, idle, gamma)
+        interval_iterations(1, 1, iteration, idle)
 
 
 def test_a_network_that_is_never_idle_is_said() -> None:
     with pytest.raises(ValueError, match="never idle"):
-        bounds(1, 2, A100, iteration_seconds=1, idle_seconds=0)
-    assert bounds(1, 1, A100, iteration_seconds=1, idle_seconds=0).interval_iterations == 1, "nothing is sent"
-
-
-@pytest.mark.parametrize("values", [(0, 1, 1), (1, 0, 1), (1, 1, -1)])
-def test_hardware_that_does_nothing_is_refused(values: tuple[int, float, float]) -> None:
-    with pytest.raises(ValueError, match="positive"):
-        Hardware(*values)
-
-
-@pytest.mark.parametrize(("machine_bytes", "replicas"), [(-1, 2), (1, 0)])
-def test_sizes_without_a_meaning_are_refused(machine_bytes: int, replicas: int) -> None:
-    for function in (network_seconds, copy_seconds):
-        with pytest.raises(ValueError, match="at least"):
-            function(machine_bytes, replicas, A100)
-    with pytest.raises(ValueError, match="at least"):
-        memory_bytes(machine_bytes, replicas)
+        interval_iterations(1.0, 0.0, iteration_seconds=1, idle_seconds=0)
+    assert interval_iterations(0.0, 0.0, iteration_seconds=1, idle_seconds=0) == 1, "nothing is sent"
 
 
 # Wasted time

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from tests.lab.bench.checkpoint.results import RECOVERY, records
 from thinwire.lab.bench.checkpoint.methods import THINWIRE
 from thinwire.lab.bench.checkpoint.rivals import unavailable
-from thinwire.lab.bench.checkpoint.rows import (
-    ROW,
-)
+from thinwire.lab.bench.checkpoint.rows import row_of
 from thinwire.lab.bench.checkpoint.summary import table_rows
 
 
@@ -16,5 +15,9 @@ def test_a_method_without_its_package_has_a_row_that_says_so(monkeypatch: pytest
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert unavailable("lm_resiliency") == "pip install lm-resiliency"
     assert unavailable(THINWIRE) == ""
-    row = {**dict.fromkeys(ROW), "method": "nvrx", "unavailable": unavailable("nvrx")}
+    row = {
+        **dict.fromkeys(row_of(THINWIRE, records(), RECOVERY, None)),
+        "method": "nvrx",
+        "unavailable": unavailable("nvrx"),
+    }
     assert table_rows([row])[0][0] == "nvrx: pip install nvidia-resiliency-ext"

@@ -14,8 +14,8 @@ from thinwire.lab.bench.checkpoint.rows import (
     baselines,
     checkpoint_seconds,
     interval_iterations,
-    overhead_ratio,
     row_of,
+    turn_ratios,
 )
 
 FIELDS = [
@@ -62,7 +62,7 @@ def test_what_slows_a_whole_turn_does_not_change_the_ratio(
     own, plain = [[a, a, a] for a, _ in turns], [[b, b] for _, b in turns]
     disturbed = [[a * by for a in part] for part, by in zip(own, slower, strict=False)]
     disturbed_plain = [[b * by for b in part] for part, by in zip(plain, slower, strict=False)]
-    assert overhead_ratio(disturbed, disturbed_plain) == pytest.approx(overhead_ratio(own, plain))
+    assert turn_ratios(disturbed, disturbed_plain) == pytest.approx(turn_ratios(own, plain))
 
 
 def test_intervals_count_what_all_ranks_made() -> None:

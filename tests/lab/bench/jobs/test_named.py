@@ -18,20 +18,20 @@ pytestmark = pytest.mark.usefixtures("small_corpus")
 @pytest.mark.parametrize("name", [name for name, job in JOBS.items() if job.published])
 def test_at_scale_1_a_job_has_the_published_number_of_parameters(name: str) -> None:
     job = get_job(name, 1.0)
-    assert job.num_parameters == pytest.approx(job.published_parameters, rel=0.01)
-    assert {key: getattr(job, key) for key in job.published} == job.published
+    assert job.num_parameters == pytest.approx(job.published.parameters, rel=0.01)
+    assert {key: getattr(job, key) for key in job.published.sizes} == job.published.sizes
 
 
 @pytest.mark.few(4)
 @pytest.mark.parametrize("name", [name for name, job in JOBS.items() if job.published])
 def test_between_its_own_size_and_the_published_one_a_job_grows(name: str) -> None:
     own = get_job(name)
-    scales = (own.num_parameters / own.published_parameters, 0.05, 0.2, 1.0)
+    scales = (own.num_parameters / own.published.parameters, 0.05, 0.2, 1.0)
     numbers = [get_job(name, scale).num_parameters for scale in scales]
     assert numbers[0] == own.num_parameters
     assert numbers == sorted(numbers)
     for scale, number in zip(scales[1:], numbers[1:], strict=True):
-        assert 0.5 < number / (scale * own.published_parameters) < 1.7
+        assert 0.5 < number / (scale * own.published.parameters) < 1.7
 
 
 @pytest.mark.slow

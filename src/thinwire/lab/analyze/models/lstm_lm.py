@@ -8,7 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.lab.demo import corpus
 from thinwire.lab.demo.model import LanguageModel, LogUniform
-from thinwire.lab.demo.train import INITIAL_ACCUMULATOR, TrainConfig, batch, timed_step
+from thinwire.lab.demo.train import TrainConfig, batch, timed_step
 
 
 def main() -> None:
@@ -21,9 +21,7 @@ def main() -> None:
     text = _load_once(rank)
     torch.manual_seed(config.seed)
     model = DistributedDataParallel(LanguageModel(config.model()), init_sync=False)
-    optimizer = torch.optim.Adagrad(
-        model.parameters(), lr=config.learning_rate, initial_accumulator_value=INITIAL_ACCUMULATOR
-    )
+    optimizer = config.optimizer(model.parameters())
     sampler = LogUniform(config.num_rows, config.candidates)
     for step in count():
         words = batch(text.tokens, config, step, rank, world_size)

@@ -1,4 +1,4 @@
-"""Bounds of checkpoints in peers' memory: seconds, memory, interval, and the time lost to failures.
+"""Bounds of checkpoints in peers' memory: seconds, interval, and the time lost to failures.
 
 The cost model of GEMINI (Wang et al., SOSP'23), section 2, and bounds that follow from bandwidths. A machine sends and
 receives at once (full duplex). Bytes of a machine are the sum over its devices; every device copies its own
@@ -19,129 +19,49 @@ class Hardware:
         devices: accelerators (or processes of a CPU job) per machine, each with a shard of its own.
         network_bytes_per_second: bandwidth of the machine, in one direction.
         copy_bytes_per_second: bandwidth of one device between its memory and the host's (A100, pinned memory: 12.6e9).
-
-    Raises:
-        ValueError: a value that is not positive.
     """
 
     devices: int
     network_bytes_per_second: float
     copy_bytes_per_second: float
 
-    def __post_init__(self) -> None:
-        if min(self.devices, self.network_bytes_per_second, self.copy_bytes_per_second) <= 0:
-            raise ValueError(f"{self}: devices and bandwidths are positive")
 
-
-@dataclass(frozen=True)
-class Bounds:
-    """Lower bounds for a job on a cluster; reports print the measured values beside them.
-
-    Args:
-        network_seconds: time to send a checkpoint to the peers.
-        copy_seconds: time to copy it, and the peers' shards, to host memory.
-        interval_iterations: iterations between two checkpoints that do not slow down training: 1 is every iteration.
-        restore_local_seconds: time after all processes died: every shard from the memory of its own machine.
-        restore_replaced_seconds: time after a machine was replaced: its shards from a peer, and back to its devices.
-        memory_bytes: host memory on each machine, for all versions of its own shards and of those that it keeps.
-    """
-
-    network_seconds: float
-    copy_seconds: float
-    interval_iterations: int
-    restore_local_seconds: float
-    restore_replaced_seconds: float
-    memory_bytes: int
-
-
-def bounds(
-    machine_bytes: int,
-    replicas: int,
-    hardware: Hardware,
-    *,
-    iteration_seconds: float,
-    idle_seconds: float,
-    gamma: float = 1.0,
-    versions: int = 2,
-) -> Bounds:
-    """Return all bounds of a job.
-
-    Args:
-        machine_bytes: size of one checkpoint of one machine.
-        replicas: copies of it, its own included.
-        iteration_seconds: seconds between two optimizer steps.
-        idle_seconds: part of these seconds in which the network is idle.
-        gamma: the part of the idle time that is used.
-        versions: versions kept of each shard, including the one being written.
-
-    Raises:
-        ValueError: as the functions below do.
+def network_seconds(machine_bytes: int, replicas: int, hardware: Hardware) -> float:
+    """Return the seconds to send one checkpoint of a machine to ``replicas - 1`` peers.
 
     Example:
         GPT-2 100B on 16 machines of 8 A100, 400 Gbit/s:
 
         >>> a100 = Hardware(devices=8, network_bytes_per_second=50e9, copy_bytes_per_second=12.6e9)
-        >>> bounds(75_000_000_000, 2, a100, iteration_seconds=65, idle_seconds=10).network_seconds
+        >>> network_seconds(75_000_000_000, 2, a100)
         1.5
     """
-    network = network_seconds(machine_bytes, replicas, hardware)
-    copy = copy_seconds(machine_bytes, replicas, hardware)
-    return Bounds(
-        network,
-        copy,
-        interval_iterations(network, copy, iteration_seconds, idle_seconds, gamma),
-        restore_local_seconds(machine_bytes, hardware),
-        restore_replaced_seconds(machine_bytes, hardware),
-        memory_bytes(machine_bytes, replicas, versions),
-    )
-
-
-def network_seconds(machine_bytes: int, replicas: int, hardware: Hardware) -> float:
-    """Return the seconds to send one checkpoint to ``replicas - 1`` peers."""
-    _check(machine_bytes, replicas)
     return (replicas - 1) * machine_bytes / hardware.network_bytes_per_second
 
 
 def copy_seconds(machine_bytes: int, replicas: int, hardware: Hardware) -> float:
     """Return the seconds to copy, on all devices at once, each own shard and ``replicas - 1`` received ones."""
-    _check(machine_bytes, replicas)
     return replicas * machine_bytes / hardware.devices / hardware.copy_bytes_per_second
 
 
 def interval_iterations(
-    network_seconds: float, copy_seconds: float, iteration_seconds: float, idle_seconds: float, gamma: float = 1.0
+    network_seconds: float, copy_seconds: float, iteration_seconds: float, idle_seconds: float
 ) -> int:
-    """Return the iterations between two checkpoints such that sending fits into idle timespans, and copying between two
-    steps.
+    """Return the iterations between two checkpoints such that sending fits into the seconds in which the network is
+    idle, and copying between two steps: 1 is a checkpoint in every iteration.
 
     Raises:
-        ValueError: there is something to send and the network is never idle, gamma is not in (0, 1], or the idle time
-            is not within an iteration of more than 0 seconds.
+        ValueError: there is something to send and the network is never idle, or the idle time is not within an
+            iteration of more than 0 seconds.
     """
-    if not 0 <= idle_seconds <= iteration_seconds or iteration_seconds == 0 or not 0 < gamma <= 1:
-        raise ValueError(f"{idle_seconds} s idle of {iteration_seconds} s, gamma {gamma}: what cannot be was measured")
+    if not 0 <= idle_seconds <= iteration_seconds or iteration_seconds == 0:
+        raise ValueError(f"{idle_seconds} s idle of {iteration_seconds} s: what cannot be was measured")
     if network_seconds > 0 and idle_seconds == 0:
         raise ValueError(
             "the network is never idle: no interval lets checkpoints through without slowing down training"
         )
-    sending = network_seconds / (gamma * idle_seconds) if network_seconds > 0 else 0.0
+    sending = network_seconds / idle_seconds if network_seconds > 0 else 0.0
     return max(1, math.ceil(max(sending, copy_seconds / iteration_seconds)))
-
-
-def restore_local_seconds(machine_bytes: int, hardware: Hardware) -> float:
-    """Return the seconds to copy the shards from host memory to the devices, all devices at once."""
-    return machine_bytes / hardware.devices / hardware.copy_bytes_per_second
-
-
-def restore_replaced_seconds(machine_bytes: int, hardware: Hardware) -> float:
-    """Return the seconds to fetch all shards of a machine over its network and copy them to the devices."""
-    return machine_bytes / hardware.network_bytes_per_second + restore_local_seconds(machine_bytes, hardware)
-
-
-def memory_bytes(machine_bytes: int, replicas: int, versions: int = 2) -> int:
-    """Return the host memory on each machine: ``replicas`` shards, its own included, each ``versions`` times."""
-    _check(machine_bytes, replicas)
-    return versions * replicas * machine_bytes
 
 
 def wasted_seconds(checkpoint_seconds: float, interval_seconds: float, retrieval_seconds: float) -> float:
@@ -175,8 +95,3 @@ def high_frequency_wasted_seconds(
     transfer = state_bytes / store_bytes_per_second
     iterations = max(1, math.ceil(transfer / iteration_seconds)) if iteration_seconds > 0 else 1
     return wasted_seconds(transfer, iterations * iteration_seconds or transfer, transfer)
-
-
-def _check(machine_bytes: int, replicas: int) -> None:
-    if machine_bytes < 0 or replicas < 1:
-        raise ValueError(f"{replicas} replicas of {machine_bytes} bytes: at least 1 of at least 0")

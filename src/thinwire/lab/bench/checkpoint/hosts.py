@@ -6,7 +6,6 @@ import secrets
 import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -26,7 +25,7 @@ class HolderHosts:
         ValueError: a holder did not start, with its reason.
     """
 
-    def __init__(self, hosts: int, link: Link, directory: str, memory_budget: str = "") -> None:
+    def __init__(self, hosts: int, link: Link, directory: str, memory_budget: str | None = None) -> None:
         self.hosts, self._directory, self._budget = hosts, Path(directory), memory_budget
         self.network = None if link.mbit is None else EmulatedNetwork(hosts, link)
         self.link_mbit: float | None = None
@@ -63,9 +62,9 @@ class HolderHosts:
         """Start an empty holder."""
         address = "127.0.0.1" if self.network is None else self.network.address(host)
         options = HolderOptions(
-            bind=address, socket=self.sockets[host], secret_file=f"{self.sockets[host]}.secret", drain_seconds=0.0
-        )
-        options = replace(options, memory_budget=self._budget) if self._budget else options
+            bind=address, socket=self.sockets[host], secret_file=f"{self.sockets[host]}.secret",
+            memory_budget=self._budget, drain_seconds=0.0,
+        )  # fmt: skip
         self._processes[host] = self._threads[host].submit(_start, command(options)).result()
         output = self._processes[host].stdout
         assert output is not None

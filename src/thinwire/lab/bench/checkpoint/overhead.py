@@ -9,25 +9,14 @@ import torch.distributed as dist
 from thinwire.checkpoint.state.encode import flatten
 from thinwire.lab.bench.checkpoint.methods import THINWIRE, Call, CheckpointMethod, Destination, InPeers, cpu_seconds
 from thinwire.lab.bench.checkpoint.rivals import make
-from thinwire.lab.bench.checkpoint.work import Trainer, TrainingWork
+from thinwire.lab.bench.checkpoint.settings import CheckpointBenchmark
+from thinwire.lab.bench.checkpoint.work import Trainer
 from thinwire.lab.bench.jobs.job import Data
 from thinwire.lab.testbed.rank import RankContext
 
 WARM_UP_STEPS = 3
 SETTLED_STEPS = 20 + 32  # of thinwire, until it has profiled, and knows how often it may make a checkpoint
 TRACED_STEPS = 5
-
-
-@dataclass(frozen=True)
-class Overhead:
-    """Plan of ``repeat`` blocks of ``steps`` iterations for each method; ``traced`` adds some for a picture."""
-
-    work: TrainingWork
-    methods: tuple[str, ...]
-    steps: int
-    repeat: int
-    destination: Destination
-    traced: bool
 
 
 @dataclass(frozen=True)
@@ -72,28 +61,33 @@ def order_of(methods: Sequence[str], turn: int) -> list[str]:
     return [*methods[first:], *methods[:first]]
 
 
-def measure(context: RankContext, plan: Overhead, data: Data | None) -> OverheadRecord:
-    """Measure on one rank, sending ("progress", method, turn) after each block, and ("trace", whether it runs)."""
-    trainer = Trainer(plan.work, data, context.rank, context.world_size)
+def measure(
+    context: RankContext, benchmark: CheckpointBenchmark, destination: Destination, data: Data | None
+) -> OverheadRecord:
+    """Measure ``repeat`` blocks of ``steps`` iterations of each method on one rank.
+
+    It sends ("progress", method, turn) after each block, and ("trace", whether it runs).
+    """
+    trainer = Trainer(benchmark.work, data, context.rank, context.world_size)
     trainer.step()  # the optimizer's state is there from now on
     layout, _ = flatten(trainer.training.capture(0))
     record = OverheadRecord(layout.payload_bytes)
     # The Checkpointer that listens to the lane comes last: a lane has one listener.
-    names = sorted(plan.methods, key=lambda name: name == THINWIRE)
-    methods = {name: make(name, trainer, plan.destination, context.rank) for name in names}
-    runner = _Runner(trainer, methods, lambda: cpu_seconds(plan.destination, context.rank))
-    for method in plan.methods:
+    names = sorted(benchmark.methods, key=lambda name: name == THINWIRE)
+    methods = {name: make(name, trainer, destination, context.rank) for name in names}
+    runner = _Runner(trainer, methods, lambda: cpu_seconds(destination, context.rank))
+    for method in benchmark.methods:
         runner.block(method, SETTLED_STEPS if method == THINWIRE else WARM_UP_STEPS)
         context.send(("progress", method, -1))
-    for turn in range(plan.repeat):
-        for method in order_of(plan.methods, turn):
-            record.blocks.append(runner.block(method, plan.steps, turn))
+    for turn in range(benchmark.repeat):
+        for method in order_of(benchmark.methods, turn):
+            record.blocks.append(runner.block(method, benchmark.steps, turn))
             context.send(("progress", method, turn))
     if THINWIRE in methods:
         checkpointing = methods[THINWIRE]
         assert isinstance(checkpointing, InPeers)
         record.gaps = checkpointing.checkpointer.stats()
-        if plan.traced:
+        if benchmark.traced and benchmark.link.mbit is not None:
             record.traced = runner.trace(context)
     for method in methods.values():
         method.close()

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from thinwire.lab.bench.checkpoint.hosts import HolderHosts
 from thinwire.lab.bench.checkpoint.methods import NONE, Destination
 from thinwire.lab.bench.checkpoint.rivals import make
+from thinwire.lab.bench.checkpoint.settings import CheckpointBenchmark
 from thinwire.lab.bench.checkpoint.work import Trainer, TrainingWork
 from thinwire.lab.bench.jobs.job import Data
 from thinwire.lab.digests import digest_of
@@ -22,16 +23,6 @@ from thinwire.lab.testbed.launch import RanksFailed, run_ranks
 from thinwire.lab.testbed.rank import RankContext
 
 STEPS_BETWEEN_KILLS = 6
-
-
-@dataclass(frozen=True)
-class Run:
-    """One start of the training, which runs up to ``steps`` unless it is killed."""
-
-    work: TrainingWork
-    method: str
-    destination: Destination
-    steps: int
 
 
 @dataclass(frozen=True)
@@ -58,20 +49,25 @@ class Stepped:
     at: float
 
 
-def train(context: RankContext, run: Run, data: Data | None) -> str:
-    """Run one rank of a run, report its progress by ``context.send``, and return the digest of its parameters."""
+def train(
+    context: RankContext, work: TrainingWork, method: str, destination: Destination, steps: int, data: Data | None
+) -> str:
+    """Train on one rank up to ``steps``, unless it is killed before, and return the digest of its parameters.
+
+    It reports its progress by ``context.send``.
+    """
     context.send(RankStarted(os.getpid()))
-    trainer = Trainer(run.work, data, context.rank, context.world_size)
+    trainer = Trainer(work, data, context.rank, context.world_size)
     dist.barrier()
     started = time.perf_counter()
-    method = make(run.method, trainer, run.destination, context.rank)
-    first = method.restore() or 0
+    saving = make(method, trainer, destination, context.rank)
+    first = saving.restore() or 0
     context.send(RankRestored(first, time.perf_counter() - started))
-    for step in range(first + 1, run.steps + 1):
+    for step in range(first + 1, steps + 1):
         loss = trainer.step()
         context.send(Stepped(step, loss.item(), time.perf_counter()))
-        method.step(step)
-    method.close()
+        saving.step(step)
+    saving.close()
     return digest_of(trainer.model.parameters())
 
 
@@ -151,10 +147,8 @@ class Recovery:
     bitwise_equal: bool
 
 
-@dataclass(frozen=True)
-class Undisturbed:
-    losses: dict[tuple[int, int], str]
-    digests: tuple[str, ...]
+Undisturbed = tuple[dict[tuple[int, int], str], tuple[str, ...]]
+"""Losses by rank and step of a training without any kill, and the digests of its ranks."""
 
 
 @dataclass(frozen=True)
@@ -166,39 +160,37 @@ class Campaign:
         on_kill: function called with (method, kills so far).
     """
 
-    work: TrainingWork
+    benchmark: CheckpointBenchmark
     data: Data | None
     hosts: HolderHosts
     destination: Destination
-    kills: int
     iteration_seconds: float
-    timeout_seconds: float
     on_kill: Callable[[str, int], None]
 
     @property
     def steps(self) -> int:
-        return STEPS_BETWEEN_KILLS * (self.kills + 2)
+        return STEPS_BETWEEN_KILLS * (self.benchmark.kills + 2)
 
     def undisturbed(self) -> Undisturbed:
         """Run the training without any kill. Raises RanksFailed."""
         watcher = Watcher(self.hosts.hosts)
         digests = self._run(NONE, watcher)
-        return Undisturbed(watcher.losses(), digests)
+        return watcher.losses(), digests
 
     def recover(self, method: str, undisturbed: Undisturbed) -> Recovery:
         """Run a training by one method, in ``kills + 2`` runs. Raises RanksFailed if a rank fails by itself."""
         draw, lost_host = random.Random(0), self.hosts.hosts - 1
         watchers: list[Watcher] = []
         digests: tuple[str, ...] = ()
-        for run in range(self.kills + 2):
+        for run in range(self.benchmark.kills + 2):
             watcher = Watcher(self.hosts.hosts)
-            if run <= self.kills:
+            if run <= self.benchmark.kills:
                 watcher.kill_at = STEPS_BETWEEN_KILLS * (run + 1)
                 watcher.delay_seconds = draw.random() * self.iteration_seconds
-            if run == self.kills:
+            if run == self.benchmark.kills:
                 watcher.also = lambda: self.hosts.lose(lost_host)
             digests = self._run(method, watcher)
-            if run == self.kills:
+            if run == self.benchmark.kills:
                 self.hosts.start(lost_host)
             watchers.append(watcher)
             self.on_kill(method, run + 1)
@@ -208,14 +200,16 @@ class Campaign:
 
     def _run(self, method: str, watcher: Watcher) -> tuple[str, ...]:
         """Digests of the ranks that completed."""
-        run = Run(self.work, method, self.destination, self.steps)
         outcomes = run_ranks(
             train,
-            run,
+            self.benchmark.work,
+            method,
+            self.destination,
+            self.steps,
             self.data,
             world_size=self.hosts.hosts,
             network=self.hosts.network,
-            timeout_seconds=self.timeout_seconds,
+            timeout_seconds=self.benchmark.timeout_seconds,
             check=not watcher.kill_at,
             on_message=watcher,
         )
@@ -233,11 +227,12 @@ class Campaign:
             killed.progress(self.iteration_seconds) - restored.restored[0].step
             for killed, restored in pairwise(watchers[:-1])
         ]
-        equal = all(undisturbed.losses[key] == loss for watcher in watchers for key, loss in watcher.losses().items())
+        losses, ends = undisturbed
+        equal = all(losses[key] == loss for watcher in watchers for key, loss in watcher.losses().items())
         return Recovery(
             processes_seconds=tuple(seconds[1:-1]),
             host_seconds=seconds[-1],
             iterations_lost=tuple(lost),
             fetched_bytes_per_second=rate,
-            bitwise_equal=equal and digests == undisturbed.digests,
+            bitwise_equal=equal and digests == ends,
         )

@@ -4,23 +4,10 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from thinwire.lab.bench.checkpoint.bounds import (
-    Hardware,
-    bounds,
-    high_frequency_wasted_seconds,
-    strawman_wasted_seconds,
-    wasted_seconds,
-)
+from thinwire.lab.bench.checkpoint import bounds
 from thinwire.lab.bench.checkpoint.methods import NONE, THINWIRE
 from thinwire.lab.bench.checkpoint.overhead import Block, OverheadRecord
 from thinwire.lab.bench.checkpoint.recovery import Recovery
-
-ROW = (
-    "method", "hosts", "link_mbit", "state_bytes", "iteration_seconds_median", "overhead_ratio", "overhead_spread",
-    "interval_iterations", "cpu_seconds", "blocking_ms_per_gb", "wasted_seconds", "recovery_seconds_processes",
-    "recovery_seconds_host", "recovery_link_share", "iterations_lost", "restore_bitwise_equal",
-    "version_bytes", "checkpoint_seconds",
-)  # fmt: skip
 
 
 def row_of(
@@ -28,6 +15,7 @@ def row_of(
 ) -> dict[str, Any]:
     """Return one row, as documented in docs/evidence/bench-checkpoint.md."""
     seconds = _seconds(records, method, "iterations")
+    ratios = turn_ratios(seconds, _seconds(records, NONE, "iterations"))
     blocking = None if method == NONE else _median(_seconds(records, method, "blocking"))
     state_bytes = max(record.state_bytes for record in records)
     return {
@@ -36,8 +24,8 @@ def row_of(
         "link_mbit": link_mbit,
         "state_bytes": state_bytes,
         "iteration_seconds_median": _median(seconds),
-        "overhead_ratio": overhead_ratio(seconds, _seconds(records, NONE, "iterations")),
-        "overhead_spread": overhead_spread(seconds, _seconds(records, NONE, "iterations")),
+        "overhead_ratio": statistics.median(ratios) if ratios else None,
+        "overhead_spread": [min(ratios), max(ratios)] if ratios else None,
         "interval_iterations": interval_iterations(method, records),
         "cpu_seconds": cpu_seconds_of_one(method, records),
         "blocking_ms_per_gb": None if blocking is None else 1e3 * blocking / (state_bytes / 1e9),
@@ -54,25 +42,18 @@ def row_of(
     }
 
 
-def overhead_ratio(turns: Sequence[Sequence[float]], plain: Sequence[Sequence[float]]) -> float | None:
-    """Return iteration time over that without checkpoints: the median over turns of the ratio of their means.
+def turn_ratios(turns: Sequence[Sequence[float]], plain: Sequence[Sequence[float]]) -> list[float]:
+    """Return iteration time over that without checkpoints, turn by turn: the ratio of their means.
 
-    Turn by turn, disturbances of the machine longer than a turn cancel out. Means, because not every iteration need
-    have a checkpoint. None without the plain turns.
+    So disturbances of the machine longer than a turn cancel out. Means, because not every iteration need have a
+    checkpoint. Empty without the plain turns.
 
     Example:
-        >>> overhead_ratio([[1.1, 1.1], [2.2, 2.4]], [[1.0, 1.0], [2.0, 2.0]])
-        1.125
+        >>> turn_ratios([[1.1, 1.1], [2.2, 2.4]], [[1.0, 1.0], [2.0, 2.0]])
+        [1.1, 1.15]
     """
-    return statistics.median(_ratios(turns, plain)) if plain else None
-
-
-def overhead_spread(turns: Sequence[Sequence[float]], plain: Sequence[Sequence[float]]) -> list[float] | None:
-    """Return the least and the greatest ratio of a turn."""
-    return [min(_ratios(turns, plain)), max(_ratios(turns, plain))] if plain else None
-
-
-def _ratios(turns: Sequence[Sequence[float]], plain: Sequence[Sequence[float]]) -> list[float]:
+    if not plain:
+        return []
     return [statistics.fmean(own) / statistics.fmean(other) for own, other in zip(turns, plain, strict=True)]
 
 
@@ -112,7 +93,7 @@ def _wasted(method: str, records: Sequence[OverheadRecord], recovery: Recovery |
     if recovery is None or interval is None or seconds is None:
         return None
     iteration = _median(_seconds(records, method, "iterations"))
-    return wasted_seconds(seconds, interval * iteration, recovery.host_seconds)
+    return bounds.wasted_seconds(seconds, interval * iteration, recovery.host_seconds)
 
 
 def bounds_of(
@@ -129,14 +110,15 @@ def bounds_of(
     plain = _seconds(records, NONE if NONE in methods else THINWIRE, "iterations")
     iteration = _median(plain)
     idle = min(iteration, float(statistics.median(float(record.gaps["checkpoint/idle_seconds"]) for record in records)))
-    hardware = Hardware(1, link_mbit * 1e6 / 8, state_bytes / max(1e-9, float(gaps["checkpoint/copy_seconds"])))
-    least = bounds(state_bytes, replicas, hardware, iteration_seconds=iteration, idle_seconds=idle)
+    hardware = bounds.Hardware(1, link_mbit * 1e6 / 8, state_bytes / max(1e-9, float(gaps["checkpoint/copy_seconds"])))
+    network = bounds.network_seconds(state_bytes, replicas, hardware)
+    copy = bounds.copy_seconds(state_bytes, replicas, hardware)
     return {
         "iteration_seconds": iteration,
         "idle_seconds": idle,
-        "network_seconds": least.network_seconds,
-        "copy_seconds": least.copy_seconds,
-        "interval_iterations": least.interval_iterations,
+        "network_seconds": network,
+        "copy_seconds": copy,
+        "interval_iterations": bounds.interval_iterations(network, copy, iteration, idle),
         "reached_interval_iterations": interval_iterations(THINWIRE, records),
         "reached_checkpoint_seconds": checkpoint_seconds(THINWIRE, records),
         "grants": gaps["checkpoint/grants"],
@@ -152,8 +134,8 @@ def baselines(
     all_bytes, speed = sum(record.state_bytes for record in records), link_mbit * 1e6 / 8
     iteration = _median(_seconds(records, NONE if NONE in methods else methods[0], "iterations"))
     return {
-        "strawman_wasted_seconds": strawman_wasted_seconds(all_bytes, speed),
-        "high_frequency_wasted_seconds": high_frequency_wasted_seconds(all_bytes, speed, iteration),
+        "strawman_wasted_seconds": bounds.strawman_wasted_seconds(all_bytes, speed),
+        "high_frequency_wasted_seconds": bounds.high_frequency_wasted_seconds(all_bytes, speed, iteration),
     }
 
 

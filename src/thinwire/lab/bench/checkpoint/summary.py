@@ -3,6 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
+from thinwire.lab.bench.train.summary import link_text
+from thinwire.lab.text import figure
+
 COLUMNS = ("method", "s/step", "ratio", "blocked", "wasted", "killed", "host", "link", "lost", "equal")
 CAPTION = (
     "s/step: median iteration; ratio: to none, paired by turns; blocked: ms that training stands still for one; wasted:"
@@ -17,14 +20,14 @@ def table_rows(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
     return [
         [
             row["method"] + (f": {row['unavailable']}" if row.get("unavailable") else ""),
-            _text(row["iteration_seconds_median"], ".4f"),
-            _text(row["overhead_ratio"], ".3f"),
-            _text(_blocked_ms(row), ",.1f"),
-            _text(row["wasted_seconds"], ".2f"),
-            _text(row["recovery_seconds_processes"], ".2f"),
-            _text(row["recovery_seconds_host"], ".2f"),
-            _text(row["recovery_link_share"], ".0%"),
-            _text(row["iterations_lost"], ".2f"),
+            figure(row["iteration_seconds_median"], ".4f"),
+            figure(row["overhead_ratio"], ".3f"),
+            figure(_blocked_ms(row), ",.1f"),
+            figure(row["wasted_seconds"], ".2f"),
+            figure(row["recovery_seconds_processes"], ".2f"),
+            figure(row["recovery_seconds_host"], ".2f"),
+            figure(row["recovery_link_share"], ".0%"),
+            figure(row["iterations_lost"], ".2f"),
             {None: "-", True: "yes", False: "NO"}[row["restore_bitwise_equal"]],
         ]
         for row in rows
@@ -37,18 +40,13 @@ def _blocked_ms(row: dict[str, Any]) -> float | None:
     return None if per_gb is None else per_gb * row["state_bytes"] / 1e9
 
 
-def _text(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
-
-
 def conditions(result: dict[str, Any]) -> str:
     """Return job, hosts, link and iterations in one line."""
     first, environment = result["rows"][0], result["environment"]
-    link = f"links of {first['link_mbit']:.1f} Mbit/s measured" if first["link_mbit"] else "no link (loopback)"
     return (
         f"{environment['job']}: {first['state_bytes'] / 1e6:,.2f} MB of state a host,"
         f" {environment['replicas']} replicas, {1e3 * environment['compute_seconds']:.0f} ms of a step asleep;"
-        f" {first['hosts']} hosts, {link}; {environment['iterations']} iterations a method"
+        f" {first['hosts']} hosts, {link_text(first)}; {environment['iterations']} iterations a method"
     )
 
 
@@ -76,11 +74,8 @@ def _costs(rows: Sequence[dict[str, Any]]) -> list[str]:
 def _bound(bound: dict[str, Any] | None) -> list[str]:
     if bound is None:
         return ["No bound: the speed of the link is not known."]
-    best, interval, seconds = (
-        bound["interval_iterations"],
-        bound["reached_interval_iterations"],
-        bound["reached_checkpoint_seconds"],
-    )
+    best = bound["interval_iterations"]
+    interval, seconds = bound["reached_interval_iterations"], bound["reached_checkpoint_seconds"]
     allows = (
         "one checkpoint in every iteration fits"
         if best == 1

@@ -1,14 +1,12 @@
 """Convolutional nets on the handwritten digits that scikit-learn ships."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from thinwire.lab.bench.jobs.job import Data, Job, Samples
+from thinwire.lab.bench.jobs.job import Data, Job, Published, Samples
 from thinwire.lab.missing import missing_package
 
 _HELD_OUT_EVERY = 5
@@ -18,14 +16,26 @@ _VGG16 = ((1, 2), (2, 2), (4, 3), (8, 3), (8, 3))
 
 @dataclass(frozen=True)
 class _ImagesJob(Job):
-    """Base of jobs on the digits. Labels are smoothed, so that differences of losses mean something."""
+    """Base of jobs on the digits: 1,797 images of 8 x 8, a fifth of them held out.
+
+    Labels are smoothed, so that differences of losses mean something.
+    """
 
     steps: int = 150
     batch_size: int = 16
     label_smoothing: float = 0.1
 
     def load(self) -> Data:
-        return load_digits(self.name)
+        try:
+            from sklearn.datasets import load_digits
+        except ImportError as error:
+            raise missing_package("scikit-learn", f"the job {self.name}") from error
+        pixels, digits = load_digits(return_X_y=True)
+        images = torch.tensor(pixels, dtype=torch.float32).div(16.0).view(-1, 1, 8, 8)
+        labels = torch.tensor(digits, dtype=torch.int16)
+        order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))  # the file is sorted by writer
+        held_out, train = order[::_HELD_OUT_EVERY], order[torch.arange(len(order)) % _HELD_OUT_EVERY != 0]
+        return Data(Samples(images[train], labels[train]), Samples(images[held_out], labels[held_out]))
 
 
 @dataclass(frozen=True)
@@ -68,10 +78,7 @@ class VggJob(_ImagesJob):
     Published: VGG16 on ImageNet, 138.4M parameters.
     """
 
-    published: ClassVar[Mapping[str, Any]] = {
-        "size": 224, "channels": 64, "hidden_size": 4096, "num_classes": 1000, "batch_size": 32,
-    }  # fmt: skip
-    published_parameters: ClassVar[float] = 138.4e6
+    published = Published(138.4e6, size=224, channels=64, hidden_size=4096, num_classes=1000, batch_size=32)
 
     name: str = "vgg"
     learning_rate: float = 0.03
@@ -109,10 +116,7 @@ class ResNetJob(_ImagesJob):
     Published: ResNet-101 on ImageNet, 44.5M parameters.
     """
 
-    published: ClassVar[Mapping[str, Any]] = {
-        "size": 224, "channels": 64, "blocks": (3, 4, 23, 3), "num_classes": 1000, "batch_size": 32,
-    }  # fmt: skip
-    published_parameters: ClassVar[float] = 44.5e6
+    published = Published(44.5e6, size=224, channels=64, blocks=(3, 4, 23, 3), num_classes=1000, batch_size=32)
 
     name: str = "resnet"
     learning_rate: float = 0.02
@@ -172,21 +176,3 @@ class _Enlarge(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         return functional.interpolate(images, size=(self.size, self.size)).expand(-1, 3, -1, -1)
-
-
-def load_digits(name: str) -> Data:
-    """Return 1,797 images of 8 x 8, a fifth of them held out, for the job of that name.
-
-    Raises:
-        ImportError: scikit-learn is not installed.
-    """
-    try:
-        from sklearn.datasets import load_digits as shipped
-    except ImportError as error:
-        raise missing_package("scikit-learn", f"the job {name}") from error
-    pixels, digits = shipped(return_X_y=True)
-    images = torch.tensor(pixels, dtype=torch.float32).div(16.0).view(-1, 1, 8, 8)
-    labels = torch.tensor(digits, dtype=torch.int16)
-    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))  # the file is sorted by writer
-    held_out, train = order[::_HELD_OUT_EVERY], order[torch.arange(len(order)) % _HELD_OUT_EVERY != 0]
-    return Data(Samples(images[train], labels[train]), Samples(images[held_out], labels[held_out]))

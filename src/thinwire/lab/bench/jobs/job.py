@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -42,6 +42,13 @@ class Data:
     held_out: Samples
 
 
+class Published:
+    """The model of a paper or a release: number of parameters that its source states, and the fields of its shape."""
+
+    def __init__(self, parameters: float, **sizes: Any) -> None:
+        self.parameters, self.sizes = parameters, sizes
+
+
 @dataclass(frozen=True)
 class Job(ABC):
     """A training of a model whose loss is a mean over samples.
@@ -60,10 +67,7 @@ class Job(ABC):
         judged_by: name of the loss that compares methods.
     """
 
-    published: ClassVar[Mapping[str, Any]] = {}
-    """The fields that make the shape of a paper or a released model; empty if there is none."""
-    published_parameters: ClassVar[float] = 0.0
-    """Number of parameters that the source of that shape states."""
+    published: ClassVar[Published | None] = None
 
     name: str = ""
     steps: int = 300
@@ -95,13 +99,13 @@ class Job(ABC):
         Raises:
             ValueError: the job has no published shape, or the scale is not in (0, 1].
         """
-        if not self.published:
+        if self.published is None:
             raise ValueError(f"{self.name} has one size: leave out the scale")
         if not 0.0 < scale <= 1.0:
             raise ValueError(f"a scale is larger than 0 and at most 1, the published model, not {scale}")
-        own = self.num_parameters / self.published_parameters
+        own = self.num_parameters / self.published.parameters
         share = 1.0 - math.log(scale) / math.log(own)
-        sizes = {name: _between(getattr(self, name), value, share) for name, value in self.published.items()}
+        sizes = {name: _between(getattr(self, name), value, share) for name, value in self.published.sizes.items()}
         return replace(self, **sizes)
 
     @cached_property

@@ -1,14 +1,12 @@
 """Recurrent language models and word vectors on the standard library's text."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from thinwire.lab.bench.jobs.job import Data, Job, Samples
+from thinwire.lab.bench.jobs.job import Data, Job, Published, Samples
 from thinwire.lab.bench.jobs.text import WordTable, load_text
 
 
@@ -27,10 +25,7 @@ class LstmJob(Job):
         sampled: words drawn for a sampled softmax, see `WordTable`; 0 for a softmax over all.
     """
 
-    published: ClassVar[Mapping[str, Any]] = {
-        "num_words": 793_471, "length": 20, "embedding_dim": 512, "hidden_size": 2048, "batch_size": 128,
-    }  # fmt: skip
-    published_parameters: ClassVar[float] = 426e6
+    published = Published(426e6, num_words=793_471, length=20, embedding_dim=512, hidden_size=2048, batch_size=128)
 
     name: str = "lstm"
     steps: int = 300
@@ -92,10 +87,7 @@ class NmtJob(Job):
     bidirectional layers of 512 in the encoder, two of 1,024 in the decoder.
     """
 
-    published: ClassVar[Mapping[str, Any]] = {
-        "num_words": 54_688, "length": 24, "dim": 1024, "sampled": 2048, "batch_size": 64,
-    }  # fmt: skip
-    published_parameters: ClassVar[float] = 143e6
+    published = Published(143e6, num_words=54_688, length=24, dim=1024, sampled=2048, batch_size=64)
 
     name: str = "nmt"
     steps: int = 150
@@ -163,8 +155,7 @@ class Word2VecJob(Job):
         sparse: whether the tables have ``sparse=True``, so that stock DDP gathers rows.
     """
 
-    published: ClassVar[Mapping[str, Any]] = {"num_words": 3_000_000, "dim": 300}
-    published_parameters: ClassVar[float] = 1.8e9
+    published = Published(1.8e9, num_words=3_000_000, dim=300)
 
     name: str = "word2vec"
     steps: int = 150

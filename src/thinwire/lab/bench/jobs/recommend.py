@@ -1,15 +1,13 @@
 """Recommenders with many tables, on clicks drawn from a law: DLRM and DeepFM with the features of Criteo."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from thinwire.lab.bench.jobs.job import Data, Job, Samples
+from thinwire.lab.bench.jobs.job import Data, Job, Published, Samples
 
 CRITEO_ROWS = (
     1460, 583, 10_131_227, 2_202_608, 305, 24, 12_517, 633, 3, 93_145, 5683, 8_351_593, 3194, 27, 14_992, 5_461_306,
@@ -102,8 +100,7 @@ class DlrmJob(ClicksJob):
     512-256-1: 540M parameters.
     """
 
-    published: ClassVar[Mapping[str, Any]] = {"max_rows": max(CRITEO_ROWS)}
-    published_parameters: ClassVar[float] = 540e6
+    published = Published(540e6, max_rows=max(CRITEO_ROWS))
 
     name: str = "dlrm"
 
@@ -140,8 +137,7 @@ class DeepFmJob(ClicksJob):
     most 2,650,774 rows, and layers of 5,724.
     """
 
-    published: ClassVar[Mapping[str, Any]] = {"max_rows": 2_650_774, "hidden_size": 5724, "batch_size": 1024}
-    published_parameters: ClassVar[float] = 282e6
+    published = Published(282e6, max_rows=2_650_774, hidden_size=5724, batch_size=1024)
 
     name: str = "deepfm"
     hidden_size: int = 256

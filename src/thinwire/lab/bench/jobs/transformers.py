@@ -1,14 +1,12 @@
 """Transformers on the standard library's text: a small GPT, a small BERT, and an embedding model (XLM-R)."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from thinwire.lab.bench.jobs.job import Data, Job, Samples
+from thinwire.lab.bench.jobs.job import Data, Job, Published, Samples
 from thinwire.lab.bench.jobs.text import WordTable, load_text
 
 _IGNORED = -100  # target of a position that has none, as cross_entropy has it
@@ -48,10 +46,7 @@ class GptJob(TransformerJob):
     Published: GPT-2 small (Radford et al. 2019), 124M parameters.
     """
 
-    published: ClassVar[Mapping[str, Any]] = {
-        "num_words": 50_257, "length": 1024, "head_dim": 64, "num_heads": 12, "num_layers": 12,
-    }  # fmt: skip
-    published_parameters: ClassVar[float] = 124.4e6
+    published = Published(124.4e6, num_words=50_257, length=1024, head_dim=64, num_heads=12, num_layers=12)
 
     name: str = "gpt"
 
@@ -88,10 +83,7 @@ class BertJob(TransformerJob):
         sampled: words drawn for a sampled softmax, see `WordTable`; 0 for a softmax over all.
     """
 
-    published: ClassVar[Mapping[str, Any]] = {
-        "num_words": 30_522, "length": 512, "head_dim": 64, "num_heads": 12, "num_layers": 12,
-    }  # fmt: skip
-    published_parameters: ClassVar[float] = 110e6
+    published = Published(110e6, num_words=30_522, length=512, head_dim=64, num_heads=12, num_layers=12)
 
     name: str = "bert"
     steps: int = 200
@@ -155,10 +147,7 @@ class XlmrJob(TransformerJob):
     Published: XLM-R base (Conneau et al., ACL'20), 278M parameters, 192M of them of the table.
     """
 
-    published: ClassVar[Mapping[str, Any]] = {
-        "num_words": 250_002, "length": 514, "head_dim": 64, "num_heads": 12, "num_layers": 12,
-    }  # fmt: skip
-    published_parameters: ClassVar[float] = 278e6
+    published = Published(278e6, num_words=250_002, length=514, head_dim=64, num_heads=12, num_layers=12)
 
     name: str = "xlmr"
     steps: int = 150
@@ -213,9 +202,7 @@ class Encoder(nn.Module):
 
 
 def _blocks(job: TransformerJob, *, is_causal: bool) -> nn.Sequential:
-    return nn.Sequential(
-        *(TransformerBlock(job.embedding_dim, job.num_heads, is_causal=is_causal) for _ in range(job.num_layers))
-    )
+    return nn.Sequential(*(TransformerBlock(job, is_causal=is_causal) for _ in range(job.num_layers)))
 
 
 def _initialize(model: nn.Module, num_layers: int) -> None:
@@ -229,9 +216,9 @@ def _initialize(model: nn.Module, num_layers: int) -> None:
 class TransformerBlock(nn.Module):
     """Self-attention and a GELU layer of four times the width, each behind a norm and around a shortcut."""
 
-    def __init__(self, dim: int, num_heads: int, *, is_causal: bool) -> None:
+    def __init__(self, job: TransformerJob, *, is_causal: bool) -> None:
         super().__init__()
-        self.num_heads, self.is_causal = num_heads, is_causal
+        dim, self.num_heads, self.is_causal = job.embedding_dim, job.num_heads, is_causal
         self.attention_norm = nn.LayerNorm(dim)
         self.attention_in = nn.Linear(dim, 3 * dim)
         self.attention_out = nn.Linear(dim, dim)

@@ -135,7 +135,7 @@ def method_of(text: str, job: Job | OwnJob, steps: int, world_size: int) -> Meth
         exact = settings.pop("dense", LOSSLESS if name == LOSSLESS else NATIVE if "fuse" in settings else AUTO)
         if exact not in SUMS:
             raise unknown("dense", str(exact), SUMS)
-        dense, is_plain = grouping(settings, exact)
+        dense, is_plain = grouping(settings.pop("fuse", None), exact)
         _refuse(name, settings)
         rows = name if name in SCHEMES else AUTO
         return Method(lambda model, _: ThinwireMethod(model, rows, dense), is_plain=is_plain)
@@ -145,8 +145,7 @@ def method_of(text: str, job: Job | OwnJob, steps: int, world_size: int) -> Meth
         arguments |= setting.of_run(job, steps, world_size)
     arguments |= settings
     warm_up = arguments.pop("warm_up", 0.0)
-    exchange, leave = arguments.pop(_BY, AUTO), str(arguments.pop("leave", ""))
-    fuse = {key: arguments.pop(key) for key in ("fuse",) if key in arguments}
+    exchange, leave, fuse = arguments.pop(_BY, AUTO), str(arguments.pop("leave", "")), arguments.pop("fuse", None)
     compressor = construct(name, arguments)
     rule = _rule(_warmed_up(compressor, round(warm_up * steps)).by(exchange), leave)
     dense, is_plain = grouping(fuse, rule)

@@ -5,12 +5,10 @@
 method of its own; ``decay`` is that of its error feedback.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -49,7 +47,7 @@ class Outer:
     longer: float = 1.0
 
     @classmethod
-    def of(cls, name: str, settings: dict[str, Any]) -> Outer:
+    def of(cls, name: str, settings: dict[str, Any]) -> Self:
         """Create from the settings of a method.
 
         Raises:

@@ -73,18 +73,18 @@ class Planning:
         return replace(plan, fallback=True) if self.fallback else plan
 
 
-def grouping(settings: dict[str, Any], dense: Dense) -> tuple[Dense | Policy, bool]:
-    """Remove ``fuse`` from the settings of a method.
+def grouping(policy_text: object, dense: Dense) -> tuple[Dense | Policy, bool]:
+    """Return the policy of a ``fuse=`` around ``dense``, or that alone; and whether it needs a plain module.
 
-    Returns:
-        The policy around ``dense``, or that alone; and whether it needs a plain module.
+    Args:
+        policy_text: what stands behind ``fuse=``; None if a method has none.
 
     Raises:
         ValueError: an unknown policy, or settings that it does not take.
     """
-    if "fuse" not in settings:
+    if policy_text is None:
         return dense, False
     from thinwire import fuse
 
-    policy: Any = fuse.parse(colons(str(settings.pop("fuse"))))
+    policy: Any = fuse.parse(colons(str(policy_text)))
     return replace(policy, dense=dense), True

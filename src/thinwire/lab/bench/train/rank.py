@@ -53,10 +53,11 @@ class JobTraining:
 class StepRecord:
     """Seconds of one step on one rank; the last four come from the method, None if it does not report them.
 
-    Exposed are those in which the training thread waited: at the end of backward, or for the round of an outer loop.
+    Backward includes forward, and ends when the last gradient is there. Exposed are those in which the training thread
+    waited: at the end of backward, or for the round of an outer loop.
     """
 
-    compute_seconds: float
+    backward_seconds: float
     exposed_seconds: float
     optimizer_seconds: float
     encode_seconds: float | None
@@ -66,7 +67,7 @@ class StepRecord:
 
     @property
     def step_seconds(self) -> float:
-        return self.compute_seconds + self.exposed_seconds + self.optimizer_seconds
+        return self.backward_seconds + self.exposed_seconds + self.optimizer_seconds
 
 
 @dataclass
@@ -192,7 +193,7 @@ class _Trainer:
         self.last_gradient_at = time.perf_counter()
 
     def step(self, number: int) -> StepRecord:
-        """One training step. Compute ends when the last gradient is there; the rest of backward is exposed.
+        """One training step.
 
         The rounds of an outer loop end in the optimizer's step, whose seconds are then those without the waiting.
         """
@@ -216,7 +217,7 @@ class _Trainer:
         if self.before.exposed_seconds is not None:
             waited = min(ended - synchronized, self.before.exposed_seconds - (before.exposed_seconds or 0.0))
         return StepRecord(
-            compute_seconds=self.last_gradient_at - started,
+            backward_seconds=self.last_gradient_at - started,
             exposed_seconds=synchronized - self.last_gradient_at + waited,
             optimizer_seconds=ended - synchronized - waited,
             **_difference(self.before, before),

@@ -49,9 +49,8 @@ def build_report(result: dict[str, Any]) -> Report:
             ("Run", f"{counted(environment['steps'], 'step')}, {counted(environment['seeds'], 'seed')}"),
         ],
     )
-    ranked = sorted(
-        (one for one in summaries if one.method != DDP and one.speedup), key=lambda one: -(one.speedup or 0)
-    )
+    arrived = [one for one in summaries if one.method != DDP and one.speedup]
+    ranked = sorted(arrived, key=lambda one: -(one.speedup or 0))
     report.hero(*_headline(rows, ranked))
     report.figures([(f"speed of {one.method} to stock DDP's loss", f"{one.speedup:.2f}x") for one in ranked[:4]])
     _loss_pictures(report, rows, environment.get("judged_by", "held-out loss"))
@@ -118,9 +117,8 @@ def _looks(rows: Sequence[dict[str, Any]]) -> dict[str, tuple[str, Any]]:
     They are of stock DDP, of exact methods, and of the others that are fastest to stock DDP's loss.
     """
     lossy = _lossy_of(rows)
-    methods = [
-        one.method for one in sorted(summary.summarize(rows), key=lambda one: (one.method != DDP, -(one.speedup or 0)))
-    ]
+    ranked = sorted(summary.summarize(rows), key=lambda one: (one.method != DDP, -(one.speedup or 0)))
+    methods = [one.method for one in ranked]
     exact = [method for method in methods if method not in lossy][: MOST_LINES - 1]
     others = [method for method in methods if method in lossy][: min(_MOST_LOSSY, MOST_LINES - len(exact))]
     looks: dict[str, tuple[str, Any]] = {}

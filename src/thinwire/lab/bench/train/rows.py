@@ -1,9 +1,10 @@
 """Rows of `thinwire bench train`, computed from the ranks' records. Pure functions."""
 
 import math
-import statistics
 from collections.abc import Callable, Sequence
 from itertools import accumulate
+from operator import itemgetter
+from statistics import fmean, median
 from typing import Any
 
 from thinwire.lab.bench.train.curve import LossCurve, reached_at
@@ -11,6 +12,10 @@ from thinwire.lab.bench.train.methods import RANK_ORDER, TORCH_METHODS, parse
 from thinwire.lab.bench.train.rank import JobTraining, RankRecord, StepRecord
 from thinwire.lab.bench.turns import mean_of_known, quantile
 from thinwire.plan.plan import STOCK
+
+_PARTS = (
+    "backward_seconds", "exposed_seconds", "optimizer_seconds", "encode_seconds", "wire_seconds", "decode_seconds",
+)  # fmt: skip
 
 
 def curve_of(training: JobTraining, records: Sequence[RankRecord]) -> LossCurve:
@@ -20,7 +25,7 @@ def curve_of(training: JobTraining, records: Sequence[RankRecord]) -> LossCurve:
     which is negligible in hours of training and would be much in these two minutes.
     """
     step_seconds = _step_seconds(records)
-    elapsed = list(accumulate([statistics.median(step_seconds), *step_seconds[1:]]))
+    elapsed = list(accumulate([median(step_seconds), *step_seconds[1:]]))
     losses = records[0].held_out_losses
     return LossCurve(
         steps=tuple(step for step, _ in losses),
@@ -36,7 +41,7 @@ def row_of(training: JobTraining, records: Sequence[RankRecord], link_mbit: floa
     by_step = _by_step(records)
     step_seconds = _step_seconds(records)
     account, accounts = records[0].account, [record.account for record in records]
-    typical = (lambda steps: statistics.median(map(_mean, steps))) if account.rounds is None else _mean_of_late
+    typical = (lambda steps: median(map(fmean, steps))) if account.rounds is None else _mean_of_late
     return {
         "job": training.job.name,
         "method": training.method,
@@ -49,16 +54,11 @@ def row_of(training: JobTraining, records: Sequence[RankRecord], link_mbit: floa
         "steps": training.steps,
         "steps_run": len(by_step),
         "step_seconds": typical([[seconds] for seconds in step_seconds]),
-        "step_seconds_median": statistics.median(step_seconds),
+        "step_seconds_median": median(step_seconds),
         "step_seconds_p10": quantile(step_seconds, 0.1),
         "step_seconds_p90": quantile(step_seconds, 0.9),
         "first_step_seconds": step_seconds[0],
-        "backward_seconds": _seconds(by_step, "compute_seconds", typical),
-        "exposed_seconds": _seconds(by_step, "exposed_seconds", typical),
-        "optimizer_seconds": _seconds(by_step, "optimizer_seconds", typical),
-        "encode_seconds": _seconds(by_step, "encode_seconds", typical),
-        "wire_seconds": _seconds(by_step, "wire_seconds", typical),
-        "decode_seconds": _seconds(by_step, "decode_seconds", typical),
+        **{name: _seconds(by_step, name, typical) for name in _PARTS},
         "groups": account.groups,
         "tensor_missing_rate": mean_of_known([one.tensor_missing_rate for one in accounts]),
         "rounds": account.rounds,
@@ -94,12 +94,9 @@ def against_rank_order(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
     Null if that was not run.
     """
-    digests = ("losses_digest", "parameters_digest")
-    reference = [tuple(row[name] for name in digests) for row in rows if row["method"] == RANK_ORDER]
-    return [
-        row | {"bitwise_rank_order": tuple(row[name] for name in digests) == reference[0] if reference else None}
-        for row in rows
-    ]
+    digests = itemgetter("losses_digest", "parameters_digest")
+    reference = [digests(row) for row in rows if row["method"] == RANK_ORDER]
+    return [row | {"bitwise_rank_order": digests(row) == reference[0] if reference else None} for row in rows]
 
 
 def bits_per_value(sent_bytes: Sequence[float], values: int) -> float | None:
@@ -120,7 +117,7 @@ def bits_per_value(sent_bytes: Sequence[float], values: int) -> float | None:
     world_size = len(sent_bytes)
     if world_size == 1 or not values:
         return None
-    return 8 * statistics.fmean(sent_bytes) / values * world_size / (world_size - 1)
+    return 8 * fmean(sent_bytes) / values * world_size / (world_size - 1)
 
 
 def _bytes(training: JobTraining, records: Sequence[RankRecord]) -> dict[str, Any]:
@@ -128,7 +125,7 @@ def _bytes(training: JobTraining, records: Sequence[RankRecord]) -> dict[str, An
     link = None
     if all(record.link_bytes is not None for record in records):
         link = max((record.link_bytes or 0) / len(record.steps) for record in records)
-    sent_by_ranks = [_mean([step.sent_bytes or 0.0 for step in record.steps]) for record in records]
+    sent_by_ranks = [fmean(step.sent_bytes or 0.0 for step in record.steps) for record in records]
     own = max(sent_by_ranks)
     by_torch = parse(training.method)[0] in TORCH_METHODS or records[0].plan == STOCK
     if not by_torch:
@@ -149,7 +146,7 @@ def _bytes(training: JobTraining, records: Sequence[RankRecord]) -> dict[str, An
 
 
 def _step_seconds(records: Sequence[RankRecord]) -> list[float]:
-    return [_mean([step.step_seconds for step in steps]) for steps in _by_step(records)]
+    return [fmean(step.step_seconds for step in steps) for steps in _by_step(records)]
 
 
 def _by_step(records: Sequence[RankRecord]) -> list[list[StepRecord]]:
@@ -161,7 +158,7 @@ def _mean_of_late(steps: Sequence[Sequence[float]]) -> float:
 
     The first opens connections.
     """
-    return _mean([_mean(ranks) for ranks in steps[1:] or steps])
+    return fmean(map(fmean, steps[1:] or steps))
 
 
 def _seconds(
@@ -172,10 +169,6 @@ def _seconds(
     if any(value is None for steps in values for value in steps):
         return None
     return typical(values)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
 
 
 def _finite(value: float) -> float | None:

@@ -6,19 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from thinwire.lab.bench.train import methods
 from thinwire.lab.bench.train.curve import TOLERANCE
-from thinwire.lab.bench.train.methods import (
-    BF16,
-    DDP,
-    EXACT,
-    LOSSLESS,
-    OUTER_METHODS,
-    RANK_ORDER,
-    THINWIRE,
-    TORCH_METHODS,
-    parse,
-)
-from thinwire.lab.text import counted
+from thinwire.lab.bench.train.methods import DDP, LOSSLESS, RANK_ORDER, parse
+from thinwire.lab.text import counted, figure
 from thinwire.sums.named import NAMED
 
 COLUMNS = ("method", "MB", "fewer", "step s", "faster", "loss", "vs ddp", "to loss", "faster")
@@ -146,7 +137,7 @@ def verdict(rows: Sequence[dict[str, Any]]) -> str:
         sentence = "Compression does not pay on this link: no other method reached the loss of stock DDP."
         return sentence + _too_slow(others)
     best = ranked[0]
-    own = [summary for summary in ranked if parse(summary.method)[0] not in TORCH_METHODS]
+    own = [summary for summary in ranked if parse(summary.method)[0] not in methods.TORCH_METHODS]
     text = f"reached the loss of stock DDP within {TOLERANCE:.1%} {best.speedup:.2f}x as fast as stock DDP did"
     if (best.speedup or 0) < PAYS_FROM:
         sentence = f"Compression does not pay on this link: the best, {best.method}, {text}."
@@ -161,13 +152,13 @@ def verdict(rows: Sequence[dict[str, Any]]) -> str:
 
 def _kind(name: str) -> str:
     """Return what a method of thinwire is, as the subject of a sentence."""
-    if name in OUTER_METHODS:
+    if name in methods.OUTER_METHODS:
         return "Another algorithm, an outer loop,"
-    return "Exact synchronization" if name in (THINWIRE, EXACT, LOSSLESS, *NAMED) else "Compression"
+    return "Exact synchronization" if name in (methods.THINWIRE, methods.EXACT, LOSSLESS, *NAMED) else "Compression"
 
 
 def _against_bf16(best: MethodSummary, summaries: dict[str, MethodSummary]) -> str:
-    bf16 = summaries.get(BF16)
+    bf16 = summaries.get(methods.BF16)
     if bf16 is None:
         return " (a bfloat16 all-reduce, the honest rival, was not run: add bf16 to --methods)"
     if bf16.seconds_to_dense_loss is None or best.seconds_to_dense_loss is None:
@@ -187,7 +178,7 @@ def exactness(rows: Sequence[dict[str, Any]]) -> list[str]:
         "Losses and parameters are bit for bit the same as of rank_order": same,
         "Losses or parameters differ from rank_order": differing,
     }
-    return [f"{text}: {', '.join(methods)}." for text, methods in sentences.items() if methods]
+    return [f"{text}: {', '.join(named)}." for text, named in sentences.items() if named]
 
 
 def _too_slow(others: Sequence[MethodSummary]) -> str:
@@ -209,11 +200,7 @@ def table_rows(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
     summaries = sorted(summarize(rows), key=lambda summary: summary.seconds_to_dense_loss or float("inf"))
     if not _shows_bits(rows):
         return [_cells(summary) for summary in summaries]
-    return [[*(cells := _cells(summary))[:2], _bits(summary), *cells[2:]] for summary in summaries]
-
-
-def _bits(summary: MethodSummary) -> str:
-    return "-" if summary.bits_per_value is None else f"{summary.bits_per_value:.1f}"
+    return [[*(cells := _cells(one))[:2], figure(one.bits_per_value, ".1f"), *cells[2:]] for one in summaries]
 
 
 def _cells(summary: MethodSummary) -> list[str]:
@@ -225,7 +212,7 @@ def _cells(summary: MethodSummary) -> list[str]:
         _digits(summary.step_seconds),
         _times(summary.step_speedup),
         "diverged" if summary.final_loss is None else f"{summary.final_loss:.4f}",
-        "-" if summary.loss_vs_dense is None else f"{summary.loss_vs_dense:+.2%}",
+        figure(summary.loss_vs_dense, "+.2%"),
         "never" if seconds is None else f"{_digits(seconds)} s",
         _times(summary.speedup),
     ]

@@ -95,10 +95,9 @@ def where_to_paste(advice: Advice, ddp: DdpSite | None) -> str:
     lines = f"lines {ddp.line} to {ddp.last_line}" if instead and ddp.last_line > ddp.line else f"line {ddp.last_line}"
     line = f"{lines} of {PurePath(ddp.file).name}" if ddp.file else "the line that builds it"
     inner = f"; line {ddp.inner_line} builds it, and needs bucket_cap_mb_list=plan.bucket_cap_mb_list()"
-    if ddp.target and instead:
-        return f"in place of {line}" + (inner if ddp.inner_line else "")
+    statement = f"{'in place of' if instead else 'after'} {line}, `{ddp.target} = {ddp.call}`"
     if ddp.target:
-        return f"after {line}, `{ddp.target} = {ddp.call}`"
+        return statement + (inner if instead and ddp.inner_line else "")
     names = "`model` is the DistributedDataParallel" + (" and `module` what it wraps" if instead else "")
     return f"{'in place of' if instead else 'after'} {line}, where {names}"
 

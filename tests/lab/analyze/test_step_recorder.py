@@ -1,4 +1,4 @@
-"""Scripts without DDP."""
+"""Scripts without DDP, and what is seen of a script's scaler."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from measured import measurement
+from thinwire.lab.analyze import step_recorder
 from thinwire.lab.analyze.failure import ScriptFailed
 from thinwire.lab.analyze.step_recorder import StepRecorder
 from thinwire.lab.analyze.steps import run_watched
@@ -57,3 +59,63 @@ def test_a_script_that_trains_on_without_ddp_ends(
     assert says in str(caught.value)
     assert says_not not in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+SCALED = """
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+{before}
+def train(build, scaler):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    model = DistributedDataParallel(torch.nn.Linear(4, 4)); {after}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(60):
+        if scaler is None:
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+        else:
+            scaler.scale(model(torch.ones(2, 4)).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+def built():
+    return torch.amp.GradScaler("cpu")
+
+train(built, {passed})
+"""
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("scripts", "name", "line"),
+    [
+        ({}, None, 0),
+        ({"after": "other = torch.amp.GradScaler('cpu')"}, None, 0),
+        ({"after": "scaler = torch.cuda.amp.GradScaler() if build else None"}, "scaler", 8),
+        ({"after": "\n    scaler = torch.amp.GradScaler('cpu')"}, "scaler", 9),
+        ({"before": "found = torch.amp.GradScaler('cpu')", "passed": "found"}, "found", 0),
+        ({"after": "scaler = build()"}, "", 0),
+        ({"passed": "torch.amp.GradScaler('cpu')"}, "", 0),
+    ],
+    ids=["none", "another", "same line", "line after", "module", "function", "argument"],
+)
+def test_the_variable_of_the_scaler_is_known_where_lines_behind_the_model_can_name_it(
+    scripts: dict[str, str], name: str | None, line: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    script = tmp_path / "train.py"
+    monkeypatch.setattr(step_recorder, "finish", lambda *arguments: measurement())  # of one rank nothing is measured
+    script.write_text(SCALED.format(**{"before": "", "after": "", "passed": "None", **scripts}))
+    recorder = StepRecorder(How(steps=2))
+    try:
+        run_watched(recorder, script, [])
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+    assert recorder.measurement is not None
+    site = recorder.measurement.ddp
+    assert site is not None
+    assert (site.target, site.line) == ("model", 8)
+    assert (site.scaler, site.scaler_line) == (name, line)

@@ -33,6 +33,12 @@ class Advice:
         """The plan to follow, if there is one."""
         return self.dense if isinstance(self.dense, Plan) else None
 
+    @property
+    def is_lossy(self) -> bool:
+        """Whether anything is compressed."""
+        groups = self.dense.groups if isinstance(self.dense, Plan) else ()
+        return any(group.compressor for group in groups) or (isinstance(self.dense, str) and self.dense not in EXACT)
+
 
 def advice_of(option: Option, measurement: Measurement, options: Sequence[Option]) -> Advice:
     """Return what to change so that a training goes this way.
@@ -66,14 +72,15 @@ def lines_of(advice: Advice, ddp: DdpSite | None, plan_path: str = "plan.json") 
     if advice.dense is None:
         return []
     model = ddp.target if ddp is not None and ddp.target else "model"
+    scaled = f", grad_scaler={scaler}" if (scaler := _scaler(advice, ddp)) else ""
     if isinstance(advice.dense, str):
         dense = "" if advice.dense == AUTO else f", dense={expression(advice.dense)}"
-        return ["import thinwire", f"sync = thinwire.attach({model}{dense})"]
+        return ["import thinwire", f"sync = thinwire.attach({model}{dense}{scaled})"]
     lines = ["import thinwire", f'plan = thinwire.Plan.load("{plan_path}")']
     if ddp is not None:
         built = ddp.grouped_call or "DistributedDataParallel(module, bucket_cap_mb_list=plan.bucket_cap_mb_list())"
         lines.append(f"{model} = {built}")
-    return [*lines, f"sync = thinwire.attach({model}, dense=plan)"]
+    return [*lines, f"sync = thinwire.attach({model}, dense=plan{scaled})"]
 
 
 def method(text: str) -> Method:
@@ -94,12 +101,27 @@ def where_to_paste(advice: Advice, ddp: DdpSite | None) -> str:
     instead = advice.plan is not None
     lines = f"lines {ddp.line} to {ddp.last_line}" if instead and ddp.last_line > ddp.line else f"line {ddp.last_line}"
     line = f"{lines} of {PurePath(ddp.file).name}" if ddp.file else "the line that builds it"
-    inner = f"; line {ddp.inner_line} builds it, and needs bucket_cap_mb_list=plan.bucket_cap_mb_list()"
-    statement = f"{'in place of' if instead else 'after'} {line}, `{ddp.target} = {ddp.call}`"
+    where = f"in place of {line}" if instead else f"after {line}"
+    stand_for = []
     if ddp.target:
-        return statement + (inner if instead and ddp.inner_line else "")
-    names = "`model` is the DistributedDataParallel" + (" and `module` what it wraps" if instead else "")
-    return f"{'in place of' if instead else 'after'} {line}, where {names}"
+        where += f", `{ddp.target} = {ddp.call}`"
+    else:
+        stand_for = ["`model` is the DistributedDataParallel", *(["`module` what it wraps"] if instead else [])]
+    if scaler := _scaler(advice, ddp):
+        if not ddp.scaler:
+            stand_for.append(f"`{scaler}` is the GradScaler of the script, which has to be there before")
+        elif ddp.scaler_line > ddp.last_line:
+            built = f"line {ddp.scaler_line}, which builds `{scaler}`"
+            where += f", with {built}, moved before it" if instead else f", and after {built}"
+    where += f", where {' and '.join(stand_for)}" if stand_for else ""
+    inner = f"; line {ddp.inner_line} builds it, and needs bucket_cap_mb_list=plan.bucket_cap_mb_list()"
+    return where + (inner if instead and ddp.target and ddp.inner_line else "")
+
+
+def _scaler(advice: Advice, ddp: DdpSite | None) -> str:
+    """Return what the lines call the scaler whose scale gradients carry, which memories of compressors need to know;
+    empty where there is none, or nothing is compressed."""
+    return (ddp.scaler or "scaler") if ddp is not None and ddp.scaler is not None and advice.is_lossy else ""
 
 
 def expression(text: str) -> str:

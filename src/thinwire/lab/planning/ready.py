@@ -207,6 +207,7 @@ class OptimizerBoundary(StepBoundary):
 
     Attributes:
         optimizers: types of the optimizers that stepped these parameters, sorted.
+        scaler: the scaler by which one of them stepped; None without one.
     """
 
     def __init__(
@@ -217,6 +218,7 @@ class OptimizerBoundary(StepBoundary):
     ) -> None:
         super().__init__(synchronizes)
         self.optimizers: list[str] = []
+        self.scaler: torch.amp.GradScaler | None = None
         self._ids = {id(parameter) for parameter in parameters}
         self._vote = vote
         self._stepped = False  # since the step began
@@ -244,6 +246,7 @@ class OptimizerBoundary(StepBoundary):
             result = step(scaler, optimizer, *args, **kwargs)
             if self._is_ours(optimizer):
                 self._stepped = self._waits = True
+                self.scaler = scaler
             return result
 
         return noted
@@ -345,6 +348,11 @@ class StepWatch:
     def optimizers(self) -> list[str]:
         """Types of the optimizers that stepped the model on this rank; empty if none of torch's did."""
         return self._boundary.optimizers
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """The scaler by which an optimizer stepped the model; None without one."""
+        return self._boundary.scaler
 
     def take(self, name: str, gradient: Tensor | None) -> None:
         """Sample a gradient as it is synchronized, while steps warm up, or until there is a sample."""

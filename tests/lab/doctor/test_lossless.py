@@ -25,7 +25,9 @@ def test_gradients_without_a_code_stay_native_in_the_price() -> None:
     )
     native, coded = mixed.costs(), mixed.lossless_costs()
     for place, entry in enumerate(mixed.parameters):
-        assert (coded.wire_seconds[place] == native.wire_seconds[place]) == (entry.dtype == torch.bfloat16)
+        assert (coded.tensors[place].wire_seconds == native.tensors[place].wire_seconds) == (
+            entry.dtype == torch.bfloat16
+        )
     option = lossless_option(mixed)
     assert option is not None
     sizes = {True: 0, False: 0}

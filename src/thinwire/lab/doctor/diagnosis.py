@@ -487,10 +487,25 @@ def answers(diagnosis: Diagnosis) -> list[tuple[str, str]]:
         ("A step of stock DDP", _parts(diagnosis)),
         ("Exposed?", _exposure(diagnosis)),
         ("Best exact way", _gain(diagnosis, *diagnosis.best_exact) + _source(diagnosis, diagnosis.best_exact[0])),
-        *([] if diagnosis.lossless is None else [("Lossless sums", diagnosis.lossless.describe())]),
+        *_lossless(diagnosis),
         ("Recommended", _verdict(diagnosis)),
         *_ranges(diagnosis),
     ]
+
+
+def _lossless(diagnosis: Diagnosis) -> list[tuple[str, str]]:
+    """Return the price of lossless sums; nothing where measured steps contradict it."""
+    price = diagnosis.lossless
+    if price is None:
+        return []
+    lossless = {option.name: option.is_lossless for option in diagnosis.options if option.is_exact}
+    steps = [(lossless.get(row.name), row.measured_step_seconds) for row in diagnosis.confirmed]
+    coded, plain = (
+        min((time for kind, time in steps if kind is wanted and time), default=None) for wanted in (True, False)
+    )
+    if coded and plain and (coded >= plain if price.pays else plain > TAKEN * coded):
+        return []
+    return [("Lossless sums", price.describe())]
 
 
 def _steps(measured: Measurement) -> list[tuple[str, str]]:

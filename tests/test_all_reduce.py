@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from dataclasses import replace
 from datetime import timedelta
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import thinwire
+from thinwire.all_reduce import _lane_of
 from thinwire.comm.process_group import Exchange
 from thinwire.errors import LostPeerError
 from thinwire.lab.testbed.launch import Outcome, RankContext, run_ranks
@@ -109,6 +111,38 @@ def _sixteen_bits(context: RankContext) -> None:
 
 def test_dtypes() -> None:
     run_ranks(_sixteen_bits, world_size=3)
+
+
+def _owns_its_sum(context: RankContext) -> None:
+    mine = coo(context.rank, 20, (40, 3), 1).coalesce()
+    before = mine.to_dense()
+    for tensor in (mine, before.clone(), torch.sparse_coo_tensor(size=(5, 2))):
+        thinwire.sparse_all_reduce(tensor, "zen").div_(2.0)
+    assert torch.equal(mine.to_dense(), before)
+
+
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_sum_shares_no_memory_with_the_tensor_of_a_rank(world_size: int) -> None:
+    run_ranks(_owns_its_sum, world_size=world_size, timeout_seconds=30)
+
+
+def _mode_of_the_call(context: RankContext) -> None:
+    """The lane of rank 1 comes to the call after the mode has changed, that of rank 0 before."""
+    tensor, may_begin = coo(context.rank, 20, (40, 3), 1), threading.Event()
+    torch.use_deterministic_algorithms(True)
+    if context.rank == 1:
+        _lane_of(dist.group.WORLD).submit(lambda lane: may_begin.wait())
+    else:
+        _lane_of(dist.group.WORLD).submit(lambda lane: None)
+    future = thinwire.sparse_all_reduce(tensor, async_op=True)
+    if context.rank == 1:
+        torch.use_deterministic_algorithms(False)
+    may_begin.set()
+    future.wait()
+
+
+def test_the_mode_of_algorithms_is_that_of_the_call() -> None:
+    run_ranks(_mode_of_the_call, world_size=2, timeout_seconds=30)
 
 
 def test_without_a_process_group() -> None:

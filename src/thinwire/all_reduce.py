@@ -83,7 +83,8 @@ def sparse_all_reduce(
     group = resolve_group(process_group)
     on_gpu = isinstance(tensor, Tensor) and tensor.is_cuda and "nccl" in dist.get_backend_config(group)
     if not on_gpu and group.size() > 1:
-        future = _lane_of(group).submit(lambda lane: sum_on(lane, tensor, scheme, op)[0])
+        in_order = torch.are_deterministic_algorithms_enabled()  # which may change before the job runs
+        future = _lane_of(group).submit(lambda lane: sum_on(lane, tensor, scheme, op, in_order)[0])
         return future if async_op else future.wait()
     total = _on_gpu(tensor, scheme, op, group) if on_gpu else _alone(tensor, scheme, op)
     if not async_op:
@@ -93,13 +94,16 @@ def sparse_all_reduce(
     return done
 
 
-def sum_on(lane: Lane, tensor: Tensor, scheme: Rows, op: Op) -> tuple[Tensor, Scheme | TwoLevel]:
-    """Return the sum or mean and its scheme, in a job of the lane, which all its ranks run in the same order."""
+def sum_on(lane: Lane, tensor: Tensor, scheme: Rows, op: Op, in_order: bool) -> tuple[Tensor, Scheme | TwoLevel]:
+    """Return the sum or mean and its scheme, in a job of the lane, which all its ranks run in the same order.
+
+    Args:
+        in_order: whether algorithms were deterministic at the call, so that "auto" adds in rank order.
+    """
     text = scheme.describe() if isinstance(scheme, (Scheme, TwoLevel)) else str(scheme)
-    in_rank_order = torch.are_deterministic_algorithms_enabled()
-    text += ", in rank order" * (in_rank_order and scheme == AUTO)
+    text += ", in rank order" * (in_order and scheme == AUTO)
     channel = lane.channel(Subject("sparse_all_reduce", f"{_kind(tensor)}, op={op}, scheme={text}"))
-    choose = partial(chosen, in_rank_order=in_rank_order)
+    choose = partial(chosen, in_rank_order=in_order)
     rows, point = agree(lambda: _rows(tensor, op), scheme, channel, choose)
     total = synchronize(rows, point, channel, 1.0 if op == "sum" else 1.0 / channel.world_size)
     return Layout.of(tensor).tensor(total), point
@@ -134,7 +138,8 @@ def _on_gpu(tensor: Tensor, scheme: Rows, op: Op, group: dist.ProcessGroup) -> T
 def _alone(tensor: Tensor, scheme: Rows, op: Op) -> Tensor:
     """Return the sum over one rank, a copy by the same rules, without starting a lane."""
     resolve(scheme)
-    return Layout.of(tensor).tensor(_rows(tensor, op))
+    total = Layout.of(tensor).tensor(_rows(tensor, op))
+    return total.clone() if total.is_sparse else total  # whose values may be those of the argument
 
 
 def _kind(tensor: Tensor) -> str:

@@ -51,7 +51,7 @@ from thinwire.tune.trial import Trial
 __all__ = ("Options", "stats")
 
 NATIVE, LOSSLESS = "native", "lossless"
-VARIABLE = "THINWIRE_BACKEND"
+VARIABLE, ONE_HOST = "THINWIRE_BACKEND", "all ranks are on one host"
 """Environment variable with settings, such as ``dense=lossless,rows=zen``."""
 Begin = Callable[[Lane], Callable[[], int]]
 """Begins a sum as a job of a lane; returns what completes it, and returns the bytes sent."""
@@ -190,12 +190,17 @@ class ThinwireGroup(dist.ProcessGroup):
         self._beginning: SimpleFuture[Lane] | None = None
         self._is_lossless = settings.dense == LOSSLESS and made.group_size > 1
         self._dtypes = {_FLOATS[name] for name in settings.dtypes.split("+")}
-        self._reason = _agreed(made, settings)
+        self._reason, is_one_host = _agreed(made, settings)
+        self._leaves_rows = is_one_host and settings.rows == AUTO
+        self._sparse: Any = None  # what sums them then, once it is connected
+        options = c10d.gloo_options(made.timeout)
+        met = dist.PrefixStore("sparse/", made.store), _global_ranks(made), made.group_rank, options
+        self._begin_sparse = partial(c10d.alternating, *met)
         is_open = settings.dense == AUTO and made.group_size > 1 and not self._reason
         self._choice = _Choice("coded collectives", partial(_ask, weakref.ref(self))) if is_open else None
         self._own_choice = _Choice("coded messages", lambda what, numbers: [list(numbers)]) if is_open else None
         self._codes = set(settings.calls.split("+")) if self._is_lossless or is_open else set[str]()
-        for device, kind, back_end in _inner(made):
+        for device, kind, back_end in _inner(made, options):
             for group in (self, self._plain):
                 c10d.add_back_end(group, device, kind, back_end)
 
@@ -211,8 +216,13 @@ class ThinwireGroup(dist.ProcessGroup):
         tensor: Tensor = tensors if isinstance(tensors, Tensor) else tensors[0]
         if tensor.is_sparse and (scale := self._scale(tensor, arguments, keywords)) is not None:
             rows = tensor._values().nbytes + tensor._indices().nbytes
+            if self._leaves_rows and scale == 1.0 and tensor.dtype.itemsize >= 4:  # torch sums no shorter ones
+                self._count("all_reduce_sparse", rows).reason = ONE_HOST
+                self._sparse = self._sparse or self._begin_sparse()
+                return self._sparse.allreduce(tensors, *arguments, **keywords)
             count = self._count("all_reduce_sparse", rows)
-            begin = partial(_sparse_sum, tensor, self.settings.rows, scale, count)
+            how = self.settings.rows, "sum" if scale == 1.0 else "mean", torch.are_deterministic_algorithms_enabled()
+            begin = partial(_sparse_sum, tensor, how, count)
             return self._submit("all_reduce_sparse", tensor, count, begin, is_whole=True)
         begin = None
         if self._may_sum("all_reduce", tensor) and (scale := self._scale(tensor, arguments, keywords)) is not None:
@@ -523,15 +533,15 @@ class _Choice:
         self.codes = arm == LOSSLESS
 
 
-def _agreed(made: c10d.BackEndOptions, settings: Options) -> str:
-    """Return why nothing is to be decided about codes: a rank can make none, or all are on one host.
+def _agreed(made: c10d.BackEndOptions, settings: Options) -> tuple[str, bool]:
+    """Return why nothing is to be decided about codes, as a rank can make none, and whether all are on one host.
 
     Raises:
         ValueError: ranks have different settings, and would send what others do not expect.
         MissingPackageError: codes are asked for, and a rank cannot make them.
     """
     if made.group_size == 1:
-        return ""
+        return "", True
     ranks = range(made.group_size)
     can_code = settings.dense == NATIVE or floats.is_possible(imports=settings.dense == LOSSLESS)
     made.store.set(f"settings of {made.group_rank}", json.dumps([can_code, host_identity(), str(settings)]))
@@ -541,7 +551,8 @@ def _agreed(made: c10d.BackEndOptions, settings: Options) -> str:
     other = next((rank for rank in ranks if texts[rank] != texts[0]), None)
     unable = "" if all(can) else f"rank {named[can.index(False)]} cannot run compiled kernels: {floats.CURE}"
     if other is None and not (unable and settings.dense == LOSSLESS):
-        return unable or ("all ranks are on one host" if settings.dense == AUTO and len({*hosts}) == 1 else "")
+        is_one_host = len({*hosts}) == 1
+        return unable or ONE_HOST * (settings.dense == AUTO and is_one_host), is_one_host
     made.store.set(f"refused by {made.group_rank}", "")  # the host of the store outlives the others' reading
     with suppress(RuntimeError):
         made.store.wait([f"refused by {rank}" for rank in ranks], timedelta(seconds=5))
@@ -578,9 +589,9 @@ def stats(group: Group = None) -> dict[str, dict[str, Any]]:
     return {name: asdict(count) for name, count in found.counts.items()}
 
 
-def _inner(made: c10d.BackEndOptions) -> Iterator[tuple[str, Any, Any]]:
+def _inner(made: c10d.BackEndOptions, gloo_options: Any) -> Iterator[tuple[str, Any, Any]]:
     """Yield device, kind and back end of those that are forwarded to."""
-    met = dist.PrefixStore("gloo/", made.store), _global_ranks(made), made.group_rank, made.timeout
+    met = dist.PrefixStore("gloo/", made.store), _global_ranks(made), made.group_rank, gloo_options
     gloo = c10d.gloo_back_end(*met, made.group_id)
     yield "cpu", dist.ProcessGroup.BackendType.GLOO, _checked(gloo, "gloo", made)
     if torch.cuda.is_available() and dist.is_nccl_available():
@@ -618,10 +629,10 @@ def _checked(back_end: Any, name: str, made: c10d.BackEndOptions) -> Any:
     return c10d.checked(back_end, dist.PrefixStore(f"{name} checked/", made.store), made)
 
 
-def _sparse_sum(tensor: Tensor, scheme: Rows, scale: float, count: _Count, lane: Lane) -> Callable[[], int]:
+def _sparse_sum(tensor: Tensor, how: tuple[Any, ...], count: _Count, lane: Lane) -> Callable[[], int]:
     def finish() -> int:
         before = lane.exchange.traffic.sent_bytes
-        total, taken = sum_on(lane, tensor, scheme, "sum" if scale == 1.0 else "mean")
+        total, taken = sum_on(lane, tensor, *how)
         with torch.inference_mode(tensor.is_inference()), torch.no_grad():
             tensor.copy_(total)
         count.decision = name_of(taken)

@@ -27,7 +27,8 @@ from torch.optim.swa_utils import AveragedModel
 
 import thinwire
 from thinwire.comm.lane import Lane
-from thinwire.errors import ThinwireError, raising
+from thinwire.errors import LostPeerError, ThinwireError, raising
+from thinwire.gradients import synchronizer
 from thinwire.integrations.attachment import Attachment
 from thinwire.lab.testbed.launch import RankContext, run_ranks
 
@@ -280,6 +281,72 @@ def _kept(context: RankContext) -> None:
     del sync
     with pytest.raises(thinwire.ThinwireError, match="gone"):
         second(first(torch.ones(2, 4))).sum().backward()
+
+
+def _after_detach(context: RankContext) -> None:
+    """What needs other ranks raises, on all of them, where it waited for ever."""
+    model = Model()
+    sync = thinwire.attach(model)
+    states = sync.gathered()
+    model(torch.tensor([1, context.rank])).sum().backward()
+    kept = sync.state_dict()
+    sync.detach()
+    assert sync.state_dict() == kept
+    for call in (states.state_dict, lambda: _once(sync, model)):
+        with pytest.raises(ThinwireError, match=r"ranks exchange nothing after detach\(\)"):
+            call()
+
+
+def _once(sync: thinwire.Synchronizer, model: nn.Module) -> None:
+    with sync.one_sync():
+        model(torch.tensor([1])).sum().backward()
+
+
+def test_what_needs_other_ranks_raises_after_detach() -> None:
+    run_ranks(_after_detach, world_size=2, timeout_seconds=30)
+
+
+def _inside(context: RankContext) -> None:
+    """All ranks detach inside of a backward, at whose end they would ask each other."""
+    for model in (Model(), DistributedDataParallel(Model())):
+        sync = thinwire.attach(model)
+        for step in range(3):
+            output = model(torch.tensor([1, context.rank])).sum()
+            if step == 2:
+                table = getattr(model, "module", model).table.weight
+                table.register_post_accumulate_grad_hook(lambda _, sync=sync: sync.detach())
+            (0.0 * output).backward()
+            assert all(not parameter.grad.any() for parameter in model.parameters())
+
+
+def test_ranks_that_detach_in_a_backward_ask_nothing_at_its_end() -> None:
+    run_ranks(_inside, world_size=2, timeout_seconds=30)
+
+
+def _fails_at_its_end(context: RankContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 is interrupted when its model has hooks already. Both train and attach the same models afterwards."""
+    monkeypatch.setenv("THINWIRE_HOST", str(context.rank))
+    for model in (Model(), DistributedDataParallel(Model())):
+        with monkeypatch.context() as patch:
+            if context.rank == 1:
+                patch.setattr(synchronizer, "DenseChoice", lambda *_: raising(KeyboardInterrupt())())
+            with pytest.raises(KeyboardInterrupt if context.rank == 1 else LostPeerError):
+                thinwire.attach(model)
+        dist.barrier()
+        model(torch.tensor([1, context.rank])).sum().backward()
+        sync = thinwire.attach(model)
+        model(torch.tensor([1, context.rank])).sum().backward()
+        assert sync.stats()["comm/steps"] == 1
+        sync.detach()
+
+
+def _fails(context: RankContext) -> None:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        _fails_at_its_end(context, monkeypatch)
+
+
+def test_an_attach_that_failed_leaves_no_hooks() -> None:
+    run_ranks(_fails, world_size=2, timeout_seconds=40)
 
 
 def test_a_container_lives_as_long_as_its_synchronizer() -> None:

@@ -217,6 +217,29 @@ def test_what_is_frozen_after_the_forward_stays_without_gradient() -> None:
     run_ranks(_frozen_in_between, world_size=2, timeout_seconds=60)
 
 
+def _frozen_while_it_accumulates(context: RankContext) -> None:
+    """The optimizer steps by what a local pass has left, so that is averaged, too; the next pass is without it."""
+    module = seeded(Net)
+    sync = thinwire.attach(module)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    with sync.no_sync():
+        module(batch(context, 0)).square().sum().backward()
+    local = everywhere(module.second.weight.grad.clone())
+    assert not torch.equal(*local)
+    module.second.requires_grad_(False)
+    for step in (1, 2):
+        module(batch(context, step)).square().sum().backward()
+        torch.testing.assert_close(module.second.weight.grad, sum(local) / 2)
+        optimizer.step()
+        assert_same_on_all_ranks(module)
+    assert len(sync._plug.order) == len([*module.parameters()]) - len([*module.second.parameters()])
+    sync.detach()
+
+
+def test_what_is_frozen_while_it_accumulates_is_averaged() -> None:
+    run_ranks(_frozen_while_it_accumulates, world_size=2, timeout_seconds=60)
+
+
 def _frozen_on_one_rank(context: RankContext) -> None:
     module = seeded(Net)
     thinwire.attach(module)

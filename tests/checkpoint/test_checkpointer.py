@@ -445,6 +445,16 @@ def test_a_limit_of_age_raises_and_nothing_else_does(hosts: Hosts) -> None:
 
 
 @pytest.mark.usefixtures("alone")
+def test_a_step_after_the_end_is_refused(hosts: Hosts) -> None:
+    """As of a loop that goes on behind the block: the second one waited for a thread that had ended, for ever."""
+    with Checkpointer(nn.Linear(3, 3), storage=Storage("run", 1, holder_socket=hosts.start("a"))) as checkpointer:
+        checkpointer.restore()
+        checkpointer.step()
+    with pytest.raises(ValueError, match="this Checkpointer is closed"):
+        checkpointer.step()
+
+
+@pytest.mark.usefixtures("alone")
 def test_why_a_holder_that_is_there_cannot_be_used_is_said(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
     """It was said to be gone."""
     storage = Storage("run", 1, holder_socket=hosts.start("a"))

@@ -19,7 +19,7 @@ from thinwire.checkpoint.copier import Target, copy_of
 from thinwire.checkpoint.dcp.tier import PersistentTier
 from thinwire.checkpoint.group import failures_of, gather, gather_json, odd_ranks
 from thinwire.checkpoint.holder.client import SlotWriter
-from thinwire.checkpoint.holder.version import CHUNK_BYTES, Manifest, ShardId, chunk_count
+from thinwire.checkpoint.holder.version import CHUNK_BYTES, MAX_LAYOUT_BYTES, Manifest, ShardId, chunk_count
 from thinwire.checkpoint.pacing.gaps import Pacer
 from thinwire.checkpoint.pacing.governor import Governor
 from thinwire.checkpoint.records import Notices
@@ -220,7 +220,8 @@ class Agreement:
         """
         payload_bytes, registration = 0 if encoded is None else encoded.payload_bytes, self._registration
         if encoded is not None:
-            registration.layout_bytes = max(registration.layout_bytes, 2 * len(encoded.to_bytes(self.about)))
+            longest = min(2 * len(encoded.to_bytes(self.about)), MAX_LAYOUT_BYTES)
+            registration.layout_bytes = max(registration.layout_bytes, longest)
         mine = (encoded.alike, encoded.shared_bytes) if encoded is not None else ("", 0)
         alike = gather_json(mine, self._group)
         commons = [(alike.index(each), each[1] if self._has_in_common else 0) for each in alike]
@@ -259,7 +260,7 @@ class Agreement:
         codes = codes or Codes([], encoded.payload_bytes - tail_offset(writer, encoded))
         layout = encoded.to_bytes(self.about, codes.pieces)
         if len(layout) > registration.layout_bytes:
-            registration.layout_bytes = 2 * len(layout)  # so there is no room, and slots are registered again
+            registration.layout_bytes = min(2 * len(layout), MAX_LAYOUT_BYTES)  # so slots are registered again
         try:
             writer.publish(layout, codes.payload_bytes, wait, [size for size, _ in codes.pieces], alike)
         except ValueError as error:

@@ -163,7 +163,8 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         Args:
             fresh: start afresh, whatever there is. A warning says which steps are given up: those in the memory of
                 these hosts are freed, those on the disk are set aside under the names ``step-*.given-up``.
-            step: restore this step, from the memory or the disk. Newer ones are given up.
+            step: restore this step, from the memory or the disk. Newer ones are given up; those on the disk are set
+                aside in the next `step`.
 
         Raises:
             ValueError: on all ranks: there are versions of the run, and none can be restored; there is none of
@@ -197,10 +198,13 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
 
         Raises:
             ValueError: on all ranks: the state of a rank cannot be stored; the memory budget of a holder is too small
-                for it; or this is the first step, there was no `restore`, and there are versions of the run.
+                for it; or this is the first step, there was no `restore`, and there are versions of the run. On this
+                rank: it is closed.
             ThinwireError: the newest checkpoint that all ranks have is older than ``policy.max_age_steps``; or, on all
                 ranks, they no longer have the same parameters (``policy.on_divergence``).
         """
+        if not self._end.alive:
+            raise ValueError("this Checkpointer is closed: make another one to go on")
         cycle = self._cycle
         sends = not self._governor.sends_little
         seconds = self._pacer.note_step(self._governor.is_loaded and sends)

@@ -94,6 +94,7 @@ class Restorer:
         # digest of what ranks should have alike, newest certified step before, and their group
         self._loaded: tuple[str, int, int | str] = ("", -1, 0)
         self._known, self._remembers = KnownRun(), False
+        self._leaves: tuple[int, int] | None = None  # sort key of a step of choice: newer ones are given up
         self._origin, self._kept_at = -1, ""  # of the training: its fresh start, and the holders of what was restored
         self._origins: dict[str, int] = {}  # of the training that each host remembers, by its holder
 
@@ -123,9 +124,8 @@ class Restorer:
         while True:
             self._want(surveyed.choice)
             candidates, reasons, on_disk = self._candidates(surveyed, step)
-            unasked = (
-                (unasked | self._holders_named(surveyed)) - asked if self._lacks(surveyed, candidates, step) else set()
-            )
+            lacks = self._lacks(surveyed, candidates, step)
+            unasked = (unasked | self._holders_named(surveyed)) - asked if lacks else set()
             if not unasked:
                 return surveyed, candidates, reasons, on_disk
             surveyed = ask_outside(surveyed, unasked, registration, verify)
@@ -155,7 +155,14 @@ class Restorer:
         return {address for layout in layouts for address in _holders_of(layout) if isinstance(address, str)}
 
     def remember(self, step: int) -> None:
-        """Have this host remember that the run has reached a step, once it is beyond its beginning; not collective."""
+        """Have this host remember that the run has reached a step, once it is beyond its beginning; not collective.
+
+        From the first step on, no later start goes back to what was given up for a step of choice.
+        """
+        leaves, self._leaves = self._leaves, None
+        if leaves is not None and self._tier is not None and self._rank == 0:
+            with contextlib.suppress(OSError, ThinwireError):  # the survey has said that nothing can be written
+                self._tier.set_aside(leaves)
         if not self._remembers and step > _UNFINISHED * self._every:
             self._remembers = True
             holders = tuple(sorted(set(self._registration.holders)))
@@ -255,6 +262,7 @@ class Restorer:
                 self._say_what_is_left(newest, left, surveyed, reasons)
                 self._say_who_never_met(newest.step)
                 self.remember(newest.step)
+                self._leaves = None if step is None else newest.order[0]
                 attempt = max(self._attempt, next_attempt([newest.attempt], self._attempt % (1 << NONCE_BITS)))
                 in_slots = not newest.on_disk and not newest.is_foreign
                 return Restored(newest.step, attempt, self._origin, in_slots, self._certify(newest))
@@ -395,9 +403,8 @@ class Restorer:
         self._note(own.shared, layout, own.group)
 
     def _note(self, shared: str, layout: StateLayout, group: int | str) -> None:
-        certified, self._origin = (
-            each if type(each := layout.about.get(name)) is int else -1 for name in ("certified", "origin")
-        )
+        said = [layout.about.get(name) for name in ("certified", "origin")]
+        certified, self._origin = (each if type(each) is int else -1 for each in said)
         self._loaded, self._kept_at = (shared, certified, group), _listed(sorted(set(map(str, _holders_of(layout)))))
 
     def _load_foreign(self, version: StoredStep, layouts: dict[int, Any]) -> None:
@@ -490,9 +497,8 @@ class Restorer:
         logger.info("rank %s of %s: restored from %s ranks", self._rank, self._world_size, world_size)
 
     def _why_not(self, version: StoredStep, layouts: dict[int, Any]) -> str:
-        other = next(
-            (each for each in layouts.values() if each.about.get("state") != self._registration.about["state"]), None
-        )
+        own = self._registration.about["state"]
+        other = next((each for each in layouts.values() if each.about.get("state") != own), None)
         sizes = {layout.about.get("world_size") for layout in layouts.values()}
         if version.lacking:
             return f"nobody has what ranks {_listed(version.lacking)} had in common with others at step {version.step}"

@@ -41,7 +41,7 @@ NEEDED = """_get_object_coll_device _get_process_group_store _get_default_store 
     _world.pg_group_ranks ProcessGroupGloo._Options"""
 """Those that a group of ours needs whose ranks torch knows."""
 UNREGISTERED = """ProcessGroup._get_backend ProcessGroup._register_backend ProcessGroup._set_default_backend
-    ProcessGroupGloo._set_default_timeout"""
+    ProcessGroupGloo._set_default_timeout ProcessGroupGloo._Options"""
 """Those that a group needs which torch does not know: of `Members`, and of the back end."""
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -150,19 +150,28 @@ def sparse_group(name: str, ranks: Sequence[int], timeout: timedelta) -> dist.Pr
     each. They share the device, and with it the thread that waits for its sockets. (A small table on four ranks of two
     cores: 1.37 to 1.42 of stock's step with one back end, 1.04 to 1.09 so, by benchmarks/not_slower.py.)
     """
-    gloo: Any = dist.ProcessGroupGloo
-    interfaces = filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(","))  # as torch does without options
-    options = gloo._Options()
-    options._devices = [gloo.create_device(interface=one) for one in interfaces] or [gloo.create_default_device()]
-    options._threads, options._timeout = 1, timeout
     store, rank = dist.PrefixStore(f"{name}/", default_store()), ranks.index(dist.get_rank())
-    alternating: Any = _Alternating  # torch's stubs know another constructor, which makes no group that C++ calls
-    group = alternating(rank, len(ranks))
-    stores = (dist.PrefixStore(f"{turn}/", store) for turn in range(2))
-    back_ends = [gloo_back_end(each, ranks, rank, options) for each in stores]
+    return alternating(store, ranks, rank, gloo_options(timeout))
+
+
+def alternating(store: dist.Store, ranks: Sequence[int], rank: int, options: Any) -> dist.ProcessGroup:
+    """Make the group of `sparse_group`, with these options but for the number of threads."""
+    options._threads, make = 1, _Alternating
+    group: Any = make(rank, len(ranks))  # type: ignore  # torch's stubs know another constructor, which C++ does not call
+    back_ends = [gloo_back_end(dist.PrefixStore(f"{turn}/", store), ranks, rank, options) for turn in range(2)]
     add_back_end(group, "cpu", dist.ProcessGroup.BackendType.GLOO, back_ends[0])
     group.turns = cycle(back_ends)
     return group
+
+
+def gloo_options(timeout: timedelta) -> Any:
+    """Return the options that torch makes for a Gloo back end. Those made with the same ones share a thread."""
+    gloo: Any = dist.ProcessGroupGloo
+    interfaces = filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(","))
+    options = gloo._Options()
+    options._devices = [gloo.create_device(interface=one) for one in interfaces] or [gloo.create_default_device()]
+    options._threads, options._timeout = 2 * len(options._devices), timeout
+    return options
 
 
 def gloo_back_end(store: dist.Store, ranks: Sequence[int], rank: int, limit: Any, name: str = "") -> Any:

@@ -245,8 +245,7 @@ class Channel:
         packed = _joined(_packed(outgoing))
         data = self._run(self.exchange.swap_with, target, packed, source, len(origins) * Header.NUM_BYTES)
         records = [data[index * Header.NUM_BYTES :][: Header.NUM_BYTES] for index in range(len(origins))]
-        pairs = zip(records, origins, strict=True)
-        headers = [self.unpack(record, origin, kind, max_payload_bytes) for record, origin in pairs]
+        headers = [self.unpack(*pair, kind, max_payload_bytes) for pair in zip(records, origins, strict=True)]
         check_fits(sum(header.payload_bytes for header in headers), self.where)
         ends = list(accumulate((header.payload_bytes for header in headers), initial=0))
         payload = _joined([message.payload for message in outgoing])

@@ -3,8 +3,6 @@
 Whoever waits for peers here raises within a timeout, and names a rank that failed or ended meanwhile.
 """
 
-from __future__ import annotations
-
 import secrets
 import sys
 import threading

@@ -181,6 +181,7 @@ class Lane:
         self.codes_values = False  # whether values of rows travel as their code where it pays; alike on all ranks
         self._broken: Exception | None = None
         self.is_broken = False  # whether it broke off, so that jobs fail
+        self.is_closed = False  # whether its thread ends, so that later jobs would not begin
         self._machine: Machine | None = None
         self._is_measured = False
         self._claim = threading.Lock()
@@ -239,6 +240,10 @@ class Lane:
         its result. It is called before the job, or while the one before runs, if that has such a part too.
         """
         future: Future[T] = Future()
+        if self.is_closed:
+            error = ThinwireError(f"rank {self.global_rank}: ranks exchange nothing after detach(): attach again")
+            future.set_exception(error)  # type: ignore[arg-type]
+            return future
         begun: list[Callable[[], object]] = []
         subject = ""
 
@@ -333,6 +338,7 @@ class Lane:
 
         The group is left for the next lane, or hung up if an interrupt comes: peers take one that they have as idle.
         """
+        self.is_closed = True
         try:
             self._jobs.put(None)
             while (thread := self._thread).is_alive():  # another one takes over where this one waits for a lost peer
@@ -351,6 +357,7 @@ class Lane:
 
         The group is not kept for a next lane: ranks that abandon at different times would disagree on that.
         """
+        self.is_closed = True
         self._jobs.put(self._release)
         self._jobs.put(None)
 

@@ -339,17 +339,13 @@ class Exchange:
             return partial(self.swap, outgoing, [num_bytes] * self.world_size)
         sent = torch.stack(list(outgoing))
         received = torch.empty_like(sent)
-        try:
+        with Telling(self._tell):
             work = _of(self.process_group).alltoall_base(received, sent, [], [])
-        except RuntimeError as error:
-            raise self._lost(error) from error
         return partial(self._complete_records, work, received)  # no closure: tracebacks would keep it, and so the group
 
     def _complete_records(self, work: dist.Work, received: Tensor) -> list[Tensor]:
-        try:
+        with Telling(self._tell):
             self.waits.wait(work)
-        except RuntimeError as error:
-            raise self._lost(error) from error
         for rank in self._others():
             self._count_sent(rank, received.shape[1])
             self._count_received(rank, received.shape[1])
@@ -393,7 +389,7 @@ class Exchange:
 
     def _move(self, outgoing: Sequence[tuple[int, Tensor]], incoming: Sequence[tuple[int, Tensor]]) -> None:
         """Send and receive in this order, see `swap`; what is empty is not on the wire."""
-        try:
+        with Telling(self._tell):
             receives = [self._receive(rank, data) for rank, data in incoming if data.numel()]
             sends: deque[_PointToPoint] = deque()
             for rank, data in outgoing:
@@ -403,8 +399,6 @@ class Exchange:
                     self.waits.wait(*sends.popleft())
             for work, rank in (*sends, *receives):
                 self.waits.wait(work, rank)
-        except RuntimeError as error:
-            raise self._lost(error) from error
         for rank, data in outgoing:
             self._count_sent(rank, data.numel())
         for rank, data in incoming:
@@ -422,11 +416,9 @@ class Exchange:
         if self.world_size == 1:
             return
         assert self._is_whole, "the native all-reduce is of the whole group"
-        try:
+        with Telling(self._tell):
             real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
             self.waits.wait(_of(self.process_group).allreduce([real]))
-        except RuntimeError as error:
-            raise self._lost(error) from error
         if not tensor.is_sparse:
             self.count_all_reduce(ring_all_reduce_bytes(tensor.numel() * tensor.element_size(), self.world_size))
 
@@ -461,6 +453,11 @@ class Exchange:
 
     def _lost(self, error: BaseException) -> LostPeerError:
         return lost_peer(error, self.global_ranks[self.rank], self.world_size)
+
+    def _tell(self, error: BaseException) -> None:
+        """Raise LostPeerError for an error of torch's."""
+        if isinstance(error, RuntimeError):
+            raise self._lost(error) from error
 
 
 def _of(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:

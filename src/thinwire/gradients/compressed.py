@@ -222,11 +222,8 @@ class Statistics:
         self, records: ParameterRecords, world_size: int, stock_bytes: Callable[[int], int] | None = None
     ) -> None:
         self._stock_bytes = stock_bytes or partial(ring_all_reduce_bytes, world_size=world_size)
-        self.stopwatch = Stopwatch()
-        self.nonfinite_steps = 0
-        self.bytes_sent = 0
-        self.records = records
-        self.world_size = world_size
+        self.records, self.world_size, self.stopwatch = records, world_size, Stopwatch()
+        self.nonfinite_steps = self.bytes_sent = 0
         self._num_tensors = self._num_missing = 0
 
     def numbers(self, num_parameters: int) -> dict[str, float]:
@@ -299,10 +296,8 @@ class ChannelPeers:
     """
 
     def __init__(self, channel: Channel, next_channel: Callable[[Subject], Channel], scheme: object = None) -> None:
-        self._channel = channel
+        self._channel, self._next_channel, self._scheme = channel, next_channel, scheme
         self.rank, self.world_size = channel.rank, channel.world_size
-        self._next_channel = next_channel
-        self._scheme = scheme
         self.expected_scheme_bytes = 0.0
         """Bytes that schemes would have sent for the same rows with perfectly even ownership."""
 

@@ -321,6 +321,9 @@ class Plug:
         """Remove all hooks from the model."""
 
 
+_NOBODY = Plug()
+
+
 class _Nothing(torch.autograd.Function):
     """A function whose backward calls another one, and reaches parameters without a gradient for them."""
 
@@ -503,7 +506,7 @@ class LeftToDdp(_PlugOfDdp):
         check_free(model)
         super().__init__(model)
         self._native, self._lane, self._begin, self._hooked = native, lane, begin, hooked
-        self._seen: DdpPlug | None = None
+        self._seen: Plug = _NOBODY  # what sees each bucket
         self._observers = set[str]()  # on this rank, of buckets that stay as they are
         self._reasons = set[str]()  # that all ranks have to see the buckets
         had_hook = lane.agree("whose model has had a hook", [float(model in _dispatchers)])
@@ -550,14 +553,14 @@ class LeftToDdp(_PlugOfDdp):
 
     def _settle(self) -> None:
         self.is_timed = bool(self._observers or self._reasons)
-        if self.is_timed == (self._seen is not None):
+        if self.is_timed == (self._seen is not _NOBODY):
             return
-        if self._seen is None:
+        if self._seen is _NOBODY:
             self._remove_hooks()
             self._seen = self._hooked(self._model)
         else:
             self._seen.remove()
-            self._seen = None
+            self._seen = _NOBODY
             self._use_group(self._native.process_group)
             self._add_hooks()
 
@@ -583,10 +586,10 @@ class LeftToDdp(_PlugOfDdp):
         self._handles = [parameter.register_post_accumulate_grad_hook(hook) for parameter in first]
 
     def take_in_flight(self) -> Sequence[Pending]:
-        return () if self._seen is None else self._seen.take_in_flight()
+        return self._seen.take_in_flight()
 
     def finish_left(self, computed: float) -> float | None:
-        if self._seen is not None or not self._is_reached:
+        if self._seen is not _NOBODY or not self._is_reached:
             return None
         waited, self._is_reached = time.perf_counter() - computed, False
         self._lane.busy_seconds += waited
@@ -604,15 +607,14 @@ class LeftToDdp(_PlugOfDdp):
             self._native.account.finish_step(steps)
 
     def finish(self) -> float:
-        return time.perf_counter() if self._seen is None else self._seen.finish()
+        return self._seen.finish()
 
     def deliver(self) -> None:
         if ROWS not in self._reasons:
             self._note_rows()
             self._count_rows(1)
         self._is_reached = False
-        if self._seen is not None:
-            self._seen.deliver()
+        self._seen.deliver()
         self._settle()
 
     def _note_rows(self) -> None:
@@ -632,17 +634,15 @@ class LeftToDdp(_PlugOfDdp):
 
     def reset(self) -> None:
         self._is_reached = False
-        if self._seen is not None:
-            self._seen.reset()
+        self._seen.reset()
 
     def remove(self) -> None:
         self._remove_hooks()
-        if self._seen is not None:
-            self._seen.remove()
+        self._seen.remove()
         self._use_group(self._model.process_group)
 
     def _send(self) -> None:
-        if self._seen is None:
+        if self._seen is _NOBODY:
             self._on_gradient(weakref.ref(self))
 
     @staticmethod
@@ -655,6 +655,5 @@ class LeftToDdp(_PlugOfDdp):
             internals.at_end_of_backward(left._begin)
 
     def _remove_hooks(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        while self._handles:
+            self._handles.pop().remove()

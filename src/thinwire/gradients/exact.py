@@ -125,8 +125,7 @@ class GradientSync:
             else:
                 sparse.append(table)
         for group in self.groups(sparse):
-            for table, mean in zip(group, self._synchronize(lane, group), strict=True):
-                means[table.name] = mean
+            means |= zip([table.name for table in group], self._synchronize(lane, group), strict=True)
         return [means[table.name] for table in tables]
 
     def dense(self, lane: Lane, name: str, gradient: Tensor, account: str | None = None) -> None:
@@ -152,15 +151,12 @@ class GradientSync:
         if self.is_stock or (self.is_own and self.scheme == DENSE):
             return True
         if dense is not None and self.in_rank_order and self.scheme == AUTO and self.may_leave:
-            is_small = 2 * dense.nbytes <= LEFT_BYTES
-            if is_small:
-                self.records.named(name).leave(LEFT)
-            return is_small
-        steps = self.left.get(name, 0)
-        if steps > 0:
-            self.left[name] = steps - 1
+            is_left = 2 * dense.nbytes <= LEFT_BYTES
+        elif is_left := self.left.get(name, 0) > 0:
+            self.left[name] -= 1
+        if is_left:
             self.records.named(name).leave(LEFT)
-        return steps > 0
+        return is_left
 
     def explain(self, names: Sequence[str], reason: str) -> None:
         """Note why these tables are summed as they are: by stock DDP from the next step on, or as rows at a price."""

@@ -209,7 +209,8 @@ class ParameterHooks(Plug):
         self._is_ordered = False
         self._order = list(range(len(trained)))[::-1]
         self._pass = _Pass()
-        self._thawed = self._unfrozen()
+        self._thawed = self._trains = self._unfrozen()
+        self._is_left = False  # whether local passes have left gradients
         self._versions: list[int] = []  # of the parameters, when the running pass began
         self.regroup(planned)
         self._handles = [
@@ -261,6 +262,8 @@ class ParameterHooks(Plug):
 
     def finish(self) -> float:
         """Submit the remaining groups at the end of backward."""
+        if not self._pass.ready:  # on this rank
+            self._start()
         while self._pass.submitted < len(self.groups):
             self._submit()
         self._buckets.flush()
@@ -268,7 +271,7 @@ class ParameterHooks(Plug):
 
     def deliver(self) -> None:
         """Store the results of all futures, when they are done, and agree on the order after the first pass."""
-        done, self._pass = self._pass, _Pass()
+        done, self._pass, self._is_left = self._pass, _Pass(), False
         for index in done.ready:
             self._check_untouched(index)
         means = {index: future.value() for index, future in done.sparse}
@@ -317,7 +320,7 @@ class ParameterHooks(Plug):
             for index, mean in means.items()
             if (mean._nnz() == 0 if mean.is_sparse else self._buckets.is_zero(self.trained[index].name))
         ]
-        if not empty:
+        if not (empty and self._handles):  # after `remove` nobody can be asked
             return set()
         mine = [float(index not in done.stand_ins) for index in empty]
         gathered = self._lane.agree("gradients of zeros", mine)
@@ -363,9 +366,8 @@ class ParameterHooks(Plug):
         if self._pass.ready:
             with suppress(ThinwireError):  # of an earlier failure
                 self.finish()
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        while self._handles:
+            self._handles.pop().remove()
 
     def _after_accumulation(self, index: int) -> Callable[[Tensor], None]:
         """Return a hook that does not hold this object, which holds the parameter."""
@@ -381,6 +383,7 @@ class ParameterHooks(Plug):
                 )
             if hooks.trained[index].is_table:
                 hooks._lookups.settle(parameter)
+            hooks._is_left |= not hooks.synchronizes
             if hooks.synchronizes and parameter.requires_grad:  # else frozen since the forward, without a gradient
                 hooks._add(index)
 
@@ -399,8 +402,7 @@ class ParameterHooks(Plug):
                 " way already: with re-entrant checkpointing pass use_reentrant=False"
             )
         self._pass.ready[index] = None
-        waits = self.sends_at_end or self._pass.waits
-        self._pass.waits = waits or self._is_nested() or self._is_edited_later(index)
+        self._pass.waits = self._pass.waits or self.sends_at_end or self._is_nested() or self._is_edited_later(index)
         while not self._pass.waits and self._has_next():
             self._submit()
 
@@ -417,13 +419,20 @@ class ParameterHooks(Plug):
         return number < len(self.groups) and all(index in self._pass.ready for index in self.groups[number])
 
     def _start(self) -> None:
-        """Begin a pass: agree on which parameters get gradients, if that has changed since the last one."""
+        """Begin a pass: agree on which parameters get gradients, if that has changed since the last one.
+
+        What has been frozen since then travels once more where passes of `no_sync` may have left gradients of it.
+        """
         self._versions = [version(entry.parameter) for entry in self.trained]
-        thawed = self._unfrozen()
-        if thawed != self._thawed:
+        before, self._trains = self._trains, self._unfrozen()
+        thawed = self._trains
+        if before != thawed:
             frozen = [entry.name for entry, trains in zip(self.trained, thawed, strict=True) if not trains]
             subject = Subject("which parameters are trained", f"all but {frozen}")
-            self._lane.submit(lambda lane: lane.channel(subject).open()).wait()
+            are_left = self._lane.submit(lambda lane: lane.channel(subject).gather_numbers([self._is_left])).wait()
+            if [1.0] in are_left:
+                thawed = [now or then for now, then in zip(thawed, before, strict=True)]
+        if thawed != self._thawed:
             self._thawed, self._is_ordered = thawed, False
             self.regroup(self._planned)
 

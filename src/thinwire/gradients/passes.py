@@ -5,8 +5,6 @@ checkpointing runs inside of it. After an exception peers would wait for gradien
 broken off.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 import weakref
@@ -324,7 +322,7 @@ class Passes(Backward):
         self._model, self._clock, self._excluded = weakref.ref(model), clock, excluded
         self._is_ddp = isinstance(model, DistributedDataParallel)
         self._began = 0.0  # when the first bucket was there, or under stock DDP, when there was nothing left to compute
-        self._forwards = self._counted = 0  # so far, and at the last counted step
+        self._counted: object = None  # what guarded the last pass that ended, by which those inside of it are known
         self.is_local = False  # whether no_sync was called since the last synchronized pass
         self.is_midway = False  # whether a forward has begun a step that no synchronized pass has ended
         self._phase = "the first forward"
@@ -366,9 +364,8 @@ class Passes(Backward):
             self._handles.append(register_optimizer_step_pre_hook(hook))
 
     def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        while self._handles:
+            self._handles.pop().remove()
 
     def begin(self) -> bool:
         """Arrange for ``finish`` to be called at the end of the running backward; return whether there is one."""
@@ -396,8 +393,8 @@ class Passes(Backward):
         began, self._began = self._began, 0.0
         if began or self._plug.is_idle:
             self._finished, self.is_local = self._finished + 1, False
-            is_repeated = self._is_ddp and 0 < self._forwards == self._counted
-            self._counted = self._forwards
+            is_repeated = self._is_ddp and self._guard.running is self._counted
+            self._counted = self._guard.running
             try:
                 self._finish(not is_repeated, began)
             except BaseException as error:
@@ -409,7 +406,6 @@ class Passes(Backward):
     def _before_forward(self, module: nn.Module, args: tuple[object, ...]) -> None:
         if is_compiling():  # anything would break its graph
             return
-        self._forwards += 1
         if not self._is_ddp:
             _refuse_inside_ddp(module, self._excluded)
         if not torch.is_grad_enabled():
@@ -419,19 +415,23 @@ class Passes(Backward):
         if self._began:
             self._forget_broken_off()
         if not self.is_local:
-            for lane in filter(_IS_BROKEN, self._guard.lanes):
-                lane.check("the gradients of this step", CURE)
-            if self._guard.lanes[0].world_size > 1:
-                try:
-                    self._structure.check()
-                except ThinwireError as error:
-                    for lane in self._guard.lanes:
-                        lane.break_off(f"rank {lane.global_rank}: {error}")
-                    raise
+            self._check()
             if self._plug.is_stale:
                 self._plug.before_forward()
             if graph_task() >= 0:
                 self._hold()
+
+    def _check(self) -> None:
+        """Raise ThinwireError if gradients of this model cannot be sent: an earlier step failed, or it has changed."""
+        for lane in filter(_IS_BROKEN, self._guard.lanes):
+            lane.check("the gradients of this step", CURE)
+        if self._guard.lanes[0].world_size > 1:
+            try:
+                self._structure.check()
+            except ThinwireError as error:
+                for lane in self._guard.lanes:
+                    lane.break_off(f"rank {lane.global_rank}: {error}")
+                raise
 
     def _hold(self) -> None:
         """Keep gradients on this rank until the pass ends that runs now, if it does not go through the model's output.
@@ -452,6 +452,7 @@ class Passes(Backward):
 
     def send(self) -> None:
         """Send what gradients are now."""
+        self._check()
         self._clock.start()
         self._plug.send()
 

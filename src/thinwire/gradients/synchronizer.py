@@ -177,6 +177,8 @@ class Synchronizer(Attached):
         except BaseException as error:
             for lane in self._lanes:
                 lane.fail(error)
+            for made in filter(None, map(vars(self).get, ("_plug", "_lookups"))):  # whose hooks the model would keep
+                made.remove()
             raise
         self._tables = table_names(self._module, self._names)
         sends_rows, scatters = self._tables or self._of_rows, self._lossless is not None and self._lossless.scatters
@@ -538,14 +540,14 @@ class Synchronizer(Attached):
     def _plays_stock(self) -> bool:
         """Whether stock DDP sums tables until a trial shows that something else is faster.
 
-        It does not where its bits would depend on a clock, where its waiting cannot be seen, as on a GPU, where its
-        buckets cannot go through a group that hangs up, where torch has no sum of sparse values of sixteen bits, and
-        where the environment says how tables travel.
+        It does not where its bits would depend on a clock, where its waiting cannot be seen, as on a GPU, where torch
+        has no sum of sparse values of sixteen bits, or none beside others of a group that DDP keeps, and where the
+        environment says how tables travel.
         """
         is_free = self._gradients.scheme == AUTO and not self._gradients.in_rank_order and self._route == AUTO
-        can_sum = all(weight.dtype.itemsize >= 4 for weight in sparse_tables_of(self._module))
+        can_sum = all(w.dtype.itemsize >= 4 and not keeps_buckets(self._model) for w in sparse_tables_of(self._module))
         is_host = self._staging.is_host and self._lane.world_size > 1
-        return is_free and can_sum and is_host and not keeps_buckets(self._model)
+        return is_free and can_sum and is_host
 
     def _make_plug(self, sums: Sums, guard: Guard) -> Plug:
         if is_ddp := isinstance(self._model, DistributedDataParallel):

@@ -233,11 +233,8 @@ class LookupRows:
         """Remove all hooks from the module."""
         for handle in (*self._handles, *self._probes.values()):
             handle.remove()
-        self._handles.clear()
-        self._probes.clear()
-        self._folding.clear()
-        self._pending.clear()
-        self._known.clear()
+        for kept in (self._handles, self._probes, self._folding, self._pending, self._known):
+            kept.clear()
 
     def _before_forward(self, module: nn.Module, args: tuple[object, ...]) -> None:
         """Forget the rows of the last backward; a gradient kept for longer may have been edited meanwhile."""
@@ -515,9 +512,7 @@ def _flat_rows(
 
 def _has_dense_gradient(module: nn.Module) -> bool:
     """Return whether a module is a large embedding with a trained weight and a dense gradient in contiguous rows."""
-    if not _is_embedding(module) or _is_sparse(module):
-        return False
-    weight = _weight_of(module)
+    weight = _weight_of(module) if _is_embedding(module) and not _is_sparse(module) else None
     return isinstance(weight, nn.Parameter) and _is_table(weight)
 
 

@@ -36,7 +36,7 @@ class Kept:
         self.counters = state
 
     def close(self) -> None:
-        """End the training: its last step is kept when this returns."""
+        """End the training: its last version is with all peers when this returns, or a minute has passed."""
         self.checkpointer.flush()
         self.checkpointer.close()
 

@@ -17,8 +17,6 @@ They save work only; code of two processes cannot be mixed up (`thinwire.kernels
 process, so another one takes over from one that was killed.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import subprocess

@@ -5,8 +5,6 @@
     loop = thinwire.outer.attach(model, optimizer, thinwire.outer.diloco(every=64))
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

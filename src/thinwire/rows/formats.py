@@ -163,9 +163,7 @@ def encode(
     total = payload_bytes(format, count, row_bytes, part.size, part.num_rows)
     payload = torch.empty(total, dtype=torch.uint8)
     end = _write_values(format, payload, part.size, positions, values, order)
-    index = payload[:0]
-    if count and format is not Format.DENSE:
-        index = _encode_index(format, part, positions)
+    index = _encode_index(format, part, positions) if count and format is not Format.DENSE else payload[:0]
     code = code_of(payload[:end].view(values.dtype)) if codes_values else None
     if code is not None and aligned(code.numel() + index.numel() + 1) < total:
         shorter = torch.zeros(aligned(code.numel() + index.numel() + 1), dtype=torch.uint8)

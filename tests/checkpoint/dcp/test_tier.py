@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from holders import SECRET
 from tests.checkpoint.common.restored import keeper, on_disk
 from thinwire.checkpoint.dcp.tier import write_about
+from thinwire.checkpoint.holder.client import HolderClient
 from thinwire.errors import ThinwireError
 
 pytestmark = pytest.mark.ranks
@@ -101,3 +103,28 @@ def test_persist_now_returns_when_it_is_there_or_says_why_not(socket: str, tmp_p
     with pytest.warns(UserWarning, match="gives up its steps .*2"), keeper(socket, directory) as checkpointer:
         assert checkpointer.restore(fresh=True) is None
     assert sorted(path.name for path in directory.glob("step-*")) == [f"step-0000000{n}.given-up" for n in (1, 2)]
+
+
+@pytest.mark.usefixtures("alone")
+def test_what_was_given_up_for_an_older_step_does_not_come_back(socket: str, tmp_path: Path) -> None:
+    """Once the memory is gone too, until the next save, which may be hours away. To look at a step changes nothing."""
+
+    def start(step: int | None = None, steps: int = 0) -> int | None:
+        with HolderClient.connect(socket, SECRET.encode()) as client:
+            client.forget("run")
+        with keeper(socket, tmp_path / "disk") as checkpointer:
+            restored = checkpointer.restore(step=step)
+            for _ in range(steps):
+                checkpointer.step()
+                checkpointer.persist_now()
+            return restored
+
+    start(steps=2)
+    assert [start(), start(step=1)] == [2, 1]
+    assert on_disk(tmp_path / "disk") == [1, 2]
+    with keeper(socket, tmp_path / "disk") as checkpointer:
+        checkpointer.restore(step=1)
+        checkpointer.step()
+    assert on_disk(tmp_path / "disk") == [1]
+    assert (tmp_path / "disk" / "step-00000002.given-up").is_dir()
+    assert start() == 1

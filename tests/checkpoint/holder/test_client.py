@@ -11,6 +11,7 @@ import pytest
 
 from holders_of_hosts import LAYOUT, SECRET, client_of, holder_process, pause
 from thinwire.checkpoint.holder.client import HolderClient
+from thinwire.checkpoint.holder.frames import Connection, Frame
 from thinwire.checkpoint.holder.server import Holder
 from thinwire.errors import LostPeerError
 
@@ -39,6 +40,23 @@ def test_a_holder_that_answers_late_is_lost_not_misunderstood(tmp_path: Path) ->
         os.kill(process["pid"], signal.SIGCONT)
         with pytest.raises(LostPeerError):
             client.inventory("run")
+
+
+def test_what_frees_memory_is_waited_for(host: Callable[..., Holder], monkeypatch: pytest.MonkeyPatch) -> None:
+    """To free 25 GB took 10 s, after which the holder was said to be lost, and a fresh start refused."""
+    patience: list[float | None] = []
+    answer = Connection.answer
+
+    def noting(connection: Connection, seconds: float | None = None) -> Frame:
+        patience.append(seconds)
+        return answer(connection, seconds)
+
+    with client_of(host("a"), hello=False) as client:
+        monkeypatch.setattr(Connection, "answer", noting)
+        assert client.forget("run") == 0
+        client.release("run", [])
+        monkeypatch.undo()
+    assert patience == [600.0, 600.0]
 
 
 def test_a_fetch_says_how_fast_it_was(host: Callable[..., Holder], record_property: Callable[..., None]) -> None:

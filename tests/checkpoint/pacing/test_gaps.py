@@ -169,6 +169,30 @@ def test_what_does_not_fit_an_iteration_waits_for_the_next_and_is_said_once(
         pacer.close()
 
 
+def test_a_holder_that_has_no_shard_yet_ends_an_offer_and_not_the_pacer(clock: FakeClock) -> None:
+    """One that came back refuses to say what is left, until this rank has registered: nothing was sent from then on."""
+    granted: list[int] = []
+
+    def revoke() -> int:
+        raise ValueError("no shard is registered on this connection: call hello first")
+
+    pacer = Pacer(granted.append, every=1, watched=True, revoke=revoke)
+    try:
+        pacer.note_step()
+        iterate(pacer, clock, PROFILED_ITERATIONS, 4.0)
+        for times in (1, 2):
+            pacer.offer(100, bytes_per_second=1e6)
+            clock.pass_by(2.0)  # the gap of 2 s begins in the middle
+            pacer.note_step()
+            wait_until(lambda times=times: granted == [100] * times or not pacer._thread.is_alive())
+            iterate(pacer, clock, 1, 4.0)
+            wait_until(lambda: not (pacer._grants and pacer._thread.is_alive()))
+        assert granted == [100, 100]
+        assert pacer._thread.is_alive()
+    finally:
+        pacer.close()
+
+
 def test_ranks_with_one_holder_are_one_machine() -> None:
     holders = ["a:1", "a:1", "b:1", "b:1"]
     assert [holders_of(holders, 2)[rank][1:] for rank in range(4)] == [["b:1"], ["b:1"], ["a:1"], ["a:1"]]

@@ -136,6 +136,12 @@ def test_no_more_steps_than_allowed_lie_between_two() -> None:
     assert max(b - a for a, b in pairwise(made)) == 10
 
 
+def test_versions_that_may_be_one_step_old_are_made_at_every_step() -> None:
+    """Half of ``max_age_steps=1`` is no step: the interval had no limit, and `Checkpointer.step` raised after 22."""
+    made, _ = train([Governor(0.01, every=1, most_steps=1 // 2)], 60, cost=5.0)
+    assert made == list(range(1, 61))
+
+
 def test_a_share_of_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="max_overhead=0: a share"):
         Governor(0)

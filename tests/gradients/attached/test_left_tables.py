@@ -220,6 +220,54 @@ def test_a_trial_in_which_rows_are_faster_keeps_them(by_module: bool) -> None:
     assert all(hooked[12:])
 
 
+class Skips(nn.Module):
+    """A table with a dense gradient, and a layer that some ranks skip in some steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.skipped, self.over = nn.Embedding(ROWS, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+
+    def forward(self, ids: Tensor, skips: bool) -> Tensor:
+        found = self.table(ids)
+        return self.over(found if skips else self.skipped(found)).sum()
+
+
+def _finds_unused(context: RankContext, rows: float) -> tuple[list[bool], list[str]]:
+    """Whether each step had a hook, and how the table is summed in the end."""
+    exact.ROUTE_VARIABLE = "UNSET"
+    note, seconds, hooked = Trial.note, {trials.STOCK: 1.0, trials.ROWS: rows}, []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trial, "note", lambda trial, *_: note(trial, seconds.get(trial.arm, 9.0), 1.0))
+        stock, ddp = (DistributedDataParallel(Skips(), find_unused_parameters=True) for _ in range(2))
+        sync = thinwire.attach(ddp)
+        for step in range(60):
+            hooked.append(ddp in _dispatchers and _dispatchers[ddp].target is not None)
+            ids = torch.randint(ROWS, (50,), generator=torch.Generator().manual_seed(1000 * context.rank + step))
+            for model in (ddp, stock):
+                model.zero_grad()
+                model(ids, step % 3 == 0 or (context.rank + step) % 2 == 0).backward()
+            for mine, theirs in zip(ddp.parameters(), stock.parameters(), strict=True):
+                assert (mine.grad is None) == (theirs.grad is None), "no rank used it"
+                if mine.grad is not None:
+                    torch.testing.assert_close(mine.grad, theirs.grad)
+        schemes = [str(row["scheme"]) for row in sync.table() if row["name"] == "table.weight"]
+        sync.detach()
+    return hooked, schemes
+
+
+@pytest.mark.parametrize("rows", [3.2, 0.2])
+def test_stock_plays_where_ddp_looks_for_unused_parameters(rows: float) -> None:
+    """DDP sends which ones were used through the group of the model, and buckets go through that, too."""
+    first, second = [outcome.value for outcome in run_ranks(_finds_unused, rows, world_size=2, timeout_seconds=60)]
+    assert first == second
+    hooked, schemes = first
+    assert not any(hooked[:3])
+    assert any(hooked)
+    assert hooked[-1] == (rows < 1.0)
+    assert schemes == ["native"], "also as rows, of so small a table"
+
+
 def _one_rank_watches(context: RankContext) -> None:
     """Rank 0 looks at each bucket of a trial, in which stock wins, and then no more."""
     exact.ROUTE_VARIABLE = "UNSET"

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import thinwire
 from thinwire.errors import ThinwireError
+from thinwire.gradients import passes
 from thinwire.lab.testbed.launch import RankContext, run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -247,6 +248,76 @@ def _odd(context: RankContext, is_ddp: bool) -> None:
     with pytest.raises(expected_error):
         cached(model, [first, second], fail if context.rank else lambda part: None)
     sync.detach()
+
+
+def _uneven_passes(context: RankContext) -> None:
+    """Steps of which one rank makes no pass, and steps by a compiled forward, whose hooks do not run, and by another.
+
+    On rank 0 the model is called once without gradients, as for a validation.
+    """
+    model = DistributedDataParallel(AllUsed(), broadcast_buffers=False)
+    sync = thinwire.attach(model)
+    ids = batches(context.rank, 0, 1)[0]
+    for step in range(1, 4):
+        with sync.one_sync():
+            if step != 2 or context.rank == 0:
+                model(ids).sum().backward()
+        assert sync.stats()["comm/steps"] == step
+    sync.detach()
+    sync = thinwire.attach(model)
+    for step in range(1, 4):
+        passes.is_compiling = lambda: True
+        model(ids).sum().backward()
+        passes.is_compiling = lambda: False
+        assert sync.stats()["comm/steps"] == step
+        if context.rank == 0 and step == 1:
+            with torch.no_grad():
+                model.module(ids)
+    model(ids).sum().backward()
+    assert sync.stats()["comm/steps"] == 4
+    rows = sync._steps.decisions.rows
+    assert rows is not None
+    assert rows.trial.steps == 3, "all ranks decide after the same steps"
+    sync.detach()
+
+
+def test_a_step_counts_on_a_rank_without_a_forward() -> None:
+    run_ranks(_uneven_passes, world_size=2, timeout_seconds=60)
+
+
+def _frozen(context: RankContext) -> None:
+    model = AllUsed()
+    sync = thinwire.attach(model)
+    local = copy.deepcopy(model)
+    parts = batches(0, 0, 1) if context.rank == 0 else []
+    for is_frozen in (False, True, False):
+        for one in (local, model):
+            one.zero_grad()
+            one.hidden.requires_grad_(not is_frozen)
+        with sync.one_sync():
+            for part in parts:
+                model(part).sum().backward()
+        for part in parts:
+            local(part).sum().backward()
+        check(model, means(local))
+    sync.detach()
+
+
+def test_a_rank_without_any_pass_sees_what_is_frozen() -> None:
+    run_ranks(_frozen, world_size=2, timeout_seconds=60)
+
+
+def _changed(context: RankContext) -> None:
+    for model in (AllUsed(), DistributedDataParallel(AllUsed(), broadcast_buffers=False)):
+        sync = thinwire.attach(model)
+        getattr(model, "module", model).out = nn.Linear(300, 8)
+        with pytest.raises(ThinwireError, match=r"'out\.weight' was added or replaced after attach"), sync.one_sync():
+            model(batches(context.rank, 0, 1)[0]).sum().backward()
+        sync.detach()
+
+
+def test_a_parameter_that_is_replaced_is_refused_where_each_step_is_sent_once() -> None:
+    run_ranks(_changed, world_size=2, timeout_seconds=60)
 
 
 def _refused(context: RankContext) -> None:

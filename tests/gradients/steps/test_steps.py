@@ -33,7 +33,7 @@ def test_a_plan_and_codes_are_not_compared_in_the_same_steps(timed: str) -> None
     plug: Any = SimpleNamespace(**waits, deliver=nothing, book=nothing)
     gradients = SimpleNamespace(choices={}, in_rank_order=True, records={})
     sums: Any = SimpleNamespace(finish_step=nothing, gradients=gradients)
-    lane: Any = SimpleNamespace(rank=1)
+    lane: Any = SimpleNamespace(rank=1, is_closed=False)
     decided: Any = Decisions(plan, codes)
     loop = StepLoop(model := nn.Linear(1, 1), 2, [lane], Clock(), sums, plug, None, decided)
     loop.finish()

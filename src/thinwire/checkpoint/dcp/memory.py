@@ -74,13 +74,16 @@ class MemoryStorage:
             dist.destroy_process_group(self._group)
             raise
         self._given: int | None = None
+        self._saved_step = -1  # of this writer
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        if checkpoint_id is not None and not self.validate_checkpoint_id(checkpoint_id):
+        given = None if checkpoint_id is None else str(checkpoint_id)
+        if given is not None and not (self.validate_checkpoint_id(given) and int(given) > self._saved_step):
             raise ValueError(
-                f"checkpoint_id={str(checkpoint_id)!r}: in memory a checkpoint is named by its step, a number"
+                f"checkpoint_id={given!r}: in memory a checkpoint is named by its step, a number that grows; to save an"
+                " earlier one, close the writer and make another"
             )
-        self._given = None if checkpoint_id is None else int(str(checkpoint_id))
+        self._given = None if given is None else int(given)
 
     def prepare_local_plan(self, plan: Any) -> Any:
         return plan
@@ -108,10 +111,10 @@ class MemoryWriter(MemoryStorage, StorageWriter):
     """A DCP writer to the memory of this host and of its peers: ``dcp.save(state,
     storage_writer=MemoryWriter("my-run"))``.
 
-    Make one for all saves of a training, on all ranks. ``checkpoint_id`` is the step, a number that grows; without one
-    saves are counted. `torch.distributed.checkpoint.save` returns when the version is complete on each host; it goes on
-    to the peers after that. Two versions are kept. A save waits, for at most a minute, while the one before is still on
-    its way to the peers.
+    Make one for all saves of a training, on all ranks. ``checkpoint_id`` is the step, a number that grows (to go back,
+    close the writer and make another); without one saves are counted. `torch.distributed.checkpoint.save` returns when
+    the version is complete on each host; it goes on to the peers after that. Two versions are kept. A save waits, for
+    at most a minute, while the one before is still on its way to the peers.
 
     Args:
         run_id: names the run, as in `Checkpointer`; take another one than a Checkpointer of the same training.
@@ -122,7 +125,7 @@ class MemoryWriter(MemoryStorage, StorageWriter):
 
     Raises:
         ValueError: as `Checkpointer` does; and in `torch.distributed.checkpoint.save`, for a value that JSON and
-            tensors cannot express.
+            tensors cannot express, and for a step that is not after those that this writer has saved.
         ThinwireError: in `torch.distributed.checkpoint.save`: the holder is lost, or there was no free slot in time.
     """
 
@@ -147,7 +150,8 @@ class MemoryWriter(MemoryStorage, StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         encoded = on_all(self._group, lambda: self._encoder.encode(_state_of(plan, planner)), ValueError)
-        self._agreement.sizes = encoded.payload_bytes, encoded.shared_bytes
+        self._agreement.sizes, registration = (encoded.payload_bytes, encoded.shared_bytes), self._registration
+        registration.layout_bytes = max(registration.layout_bytes, len(encoded.to_bytes(self._agreement.about)))
         self._write(encoded)
         future: Future[list[WriteResult]] = Future()
         future.set_result([WriteResult(item.index, item.tensor_storage_size() or 0, None) for item in plan.items])
@@ -167,12 +171,12 @@ class MemoryWriter(MemoryStorage, StorageWriter):
             steps = [version.step for versions in surveyed.inventories.values() for version in versions]
             self._agreement.attempt, self._step = surveyed.attempt, max(steps, default=0)
         step = self._step + 1 if self._given is None else self._given
-        self._given = None  # DCP says nothing when there is nothing to say
+        self._given, self._step = None, step  # which no other state gets, also if this one is not saved on all ranks
         self._pacer.note_step()
         failed = failures_of(self._publish(self._slot(step, encoded), encoded), self._group)
         if failed:
             raise ThinwireError(f"step {step} was not saved: {failed}")
-        self._step = step
+        self._saved_step = step
 
     def _slot(self, step: int, encoded: Encoded) -> SlotWriter:
         """A slot, on all ranks. Raises ThinwireError on all ranks."""

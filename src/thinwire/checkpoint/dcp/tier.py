@@ -2,7 +2,7 @@
 
     DIRECTORY/step-00000042/            torch.distributed.checkpoint (DCP): .metadata thinwire.json __0_0.distcp ...
     DIRECTORY/step-00000042.partial/    one that is being written
-    DIRECTORY/step-00000042.given-up/   one that a fresh start has set aside; nothing reads it any more
+    DIRECTORY/step-00000042.given-up/   one that a start afresh, or from an older step, has set aside; nothing reads it
     DIRECTORY/run                       as old as the run; locked while a job writes here
 
 Tensors that are the same on all ranks are stored once, and parts of a DTensor as parts of one tensor, both under their
@@ -472,7 +472,8 @@ class PersistentTier:
         finally:
             os.close(descriptor)
         self._remove_partial()
-        for old in self._expired():
+        orders = self._orders()
+        for old in sorted(orders, key=lambda step: orders[step], reverse=True)[self._keep :]:
             shutil.rmtree(self._path(old), ignore_errors=True)
 
     @contextlib.contextmanager
@@ -512,11 +513,10 @@ class PersistentTier:
         result = [re.fullmatch(r"step-(\d{8,})", path.name) for path in self.directory.glob("step-*")]
         return sorted((int(match[1]) for match in result if match), reverse=True)
 
-    def _expired(self) -> list[int]:
-        """Steps of all but the newest checkpoints; a directory that is no checkpoint counts as the oldest."""
+    def _orders(self) -> dict[int, tuple[int, int]]:
+        """Sort key of each step, newest last; a directory that is no checkpoint counts as the oldest."""
         orders = {step: (-1, step) for step in self._steps()}
-        orders |= {about["step"]: start_order(about["attempt"], about["step"]) for about in self._readable()}
-        return sorted(orders, key=lambda step: orders[step], reverse=True)[self._keep :]
+        return orders | {about["step"]: start_order(about["attempt"], about["step"]) for about in self._readable()}
 
     def _readable(self) -> list[dict[str, Any]]:
         """Raises ThinwireError if another run uses the directory. Earlier releases named no run, as nobody does whose
@@ -560,15 +560,16 @@ class PersistentTier:
 
         Raises ThinwireError on all ranks.
         """
-        self._on_rank_0(self._set_aside)
+        self._on_rank_0(lambda: [self.set_aside(), os.utime(self.directory / "run")])
 
-    def _set_aside(self) -> None:
+    def set_aside(self, after: tuple[int, int] = (-1, -1)) -> None:
+        """Set aside the checkpoints that are newer than one with that sort key (`start_order`), by default all; not
+        collective, for rank 0. Raises OSError."""
         with self._locked():
-            for step in self._steps():
+            for step in [step for step, order in self._orders().items() if order > after]:
                 aside = self._path(step, ".given-up")
                 shutil.rmtree(aside, ignore_errors=True)
                 self._path(step).rename(aside)
-            os.utime(self.directory / "run")
 
     def open(self, about: dict[str, Any]) -> DiskShards:
         """Open the states of a checkpoint listed by `survey`; not collective. Raises ThinwireError for altered ones."""

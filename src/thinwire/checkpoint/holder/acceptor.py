@@ -56,7 +56,8 @@ class Acceptor:
 
     Every connection has HANDSHAKE_SECONDS for its ``preamble``, all together, and is then handed to ``admit``. Of
     MAX_STRANGERS waiting ones, the oldest of the host, or process, that has the most makes room for the next; so
-    neither slow callers nor many can keep out others. ``refuse`` is called with the name and the reason.
+    neither slow callers nor many can keep out others. ``refuse`` is called with the name and the reason. ``tls`` may be
+    replaced by another context, for those who call from then on.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class Acceptor:
         refuse: Callable[[str, object], None],
         tls: Any = None,
     ) -> None:
-        self._listener, self._preamble, self._admit, self._refuse, self._tls = listener, preamble, admit, refuse, tls
+        self._listener, self._preamble, self._admit, self._refuse, self.tls = listener, preamble, admit, refuse, tls
         self._again: tuple[type[OSError], ...] = (BlockingIOError,)
         if tls is not None:
             import ssl
@@ -125,9 +126,9 @@ class Acceptor:
             name = str(where[0]) if where else f"process {peer_pid(sock)}"
             if len(self._strangers) >= MAX_STRANGERS:
                 self._make_room()
-            if self._tls is not None:
+            if self.tls is not None:
                 try:
-                    sock = self._tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+                    sock = self.tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
                 except OSError:
                     sock.close()
                     continue

@@ -27,7 +27,7 @@ from thinwire.checkpoint.holder.version import (
 from thinwire.errors import CorruptMessageError, LostPeerError, PeerError, ThinwireError
 
 DEFAULT_LAYOUT_BYTES = 1 << 20
-_SLOW_SECONDS = 600.0  # for requests that read or move whole versions
+_SLOW_SECONDS = 600.0  # for requests that read, move or free whole versions
 _LOOK_SECONDS = 10  # patience with a holder that is asked by another one
 
 
@@ -438,7 +438,8 @@ class HolderClient(contextlib.AbstractContextManager["HolderClient"]):
 
         Raises ValueError while a trainer uses one.
         """
-        return field(self.request("forget", {"run_id": run_id, "topology": topology}), "shards", int)
+        content = {"run_id": run_id, "topology": topology}  # to free 25 GB takes more than 10 s
+        return field(self.request("forget", content, seconds=_SLOW_SECONDS), "shards", int)
 
     def reload(self) -> int:
         """Have the holder read its secret and certificates again and return the number of secrets; nothing is lost.

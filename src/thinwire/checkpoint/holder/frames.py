@@ -51,12 +51,7 @@ class FrameKind(IntEnum):
     DATA = 6
 
 
-_ERRORS: dict[str, type[Exception]] = {
-    "value": ValueError,
-    "corrupt": CorruptMessageError,
-    "peer": PeerError,
-    "failed": ThinwireError,
-}
+_ERRORS = {"value": ValueError, "corrupt": CorruptMessageError, "peer": PeerError, "failed": ThinwireError}
 
 
 @dataclass(frozen=True)

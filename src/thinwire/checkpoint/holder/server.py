@@ -50,7 +50,7 @@ class Holder(contextlib.AbstractContextManager["Holder"]):
         if not config.secret:
             raise ValueError("a holder needs a secret: give --secret-file, or set THINWIRE_SECRET")
         self.config, self.secret, self.store = config, config.secret, Store(config.budget_bytes)
-        self._tls = None if config.tls is None else _tls_contexts(*config.tls)
+        self._tls = config.tls and _tls_contexts(*config.tls)
         self.stopping = threading.Event()
         self.sealing = ThreadPoolExecutor(4, thread_name_prefix="seal")
         self.refused, self._traffic = 0, dict.fromkeys(("received", "served", "fetched"), (0, 0.0))
@@ -96,7 +96,7 @@ class Holder(contextlib.AbstractContextManager["Holder"]):
                 self.refuse(peer, error)
                 connection.close()
 
-        tls = self._tls[0] if self._tls is not None and kind == "peer" else None
+        tls = self._tls[0] if self._tls and kind == "peer" else None
         self._acceptors[kind] = Acceptor(listener, lambda: Handshake(self.secret), admit, self.refuse, tls)
 
     def _serve(self, kind: str, connection: Connection) -> None:
@@ -153,15 +153,14 @@ class Holder(contextlib.AbstractContextManager["Holder"]):
     def reload(self) -> int:
         """Read the secret and the certificates again; connections stay. Returns the number of secrets.
 
-        Raises ValueError, without any change, if the secret cannot be read, or is not in a file.
+        Raises ValueError, without any change, if one of them cannot be read, or if the secret is not in a file.
         """
         if self.config.reload_secret is None:
             raise ValueError("the secret did not come from a file, so it cannot be read again: use --secret-file")
-        self.secret = self.config.reload_secret()
-        if self._tls is not None and self.config.tls is not None:
-            for context in self._tls:
-                context.load_cert_chain(*self.config.tls[:2])
-                context.load_verify_locations(self.config.tls[2])
+        secret, tls = self.config.reload_secret(), self.config.tls and _tls_contexts(*self.config.tls)
+        self.secret, self._tls = secret, tls
+        if tls:
+            self._acceptors["peer"].tls = tls[0]
         log.info("read %d secrets", len(self.secret.splitlines()))
         return len(self.secret.splitlines())
 

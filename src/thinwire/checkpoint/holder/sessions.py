@@ -16,14 +16,7 @@ from thinwire.checkpoint.holder.replication import Grants, Replicator, parse_add
 from thinwire.checkpoint.holder.slots import SlotSize
 from thinwire.checkpoint.holder.start import RunMarker, birth_of
 from thinwire.checkpoint.holder.store import Assignment, BudgetError, Gathering, Holding, Shard
-from thinwire.checkpoint.holder.version import (
-    CHUNK_BYTES,
-    MAX_LAYOUT_BYTES,
-    MAX_PAYLOAD_BYTES,
-    Manifest,
-    ShardId,
-    Version,
-)
+from thinwire.checkpoint.holder.version import MAX_LAYOUT_BYTES, MAX_PAYLOAD_BYTES, Manifest, ShardId, Version
 from thinwire.checkpoint.holder.version import field as get
 from thinwire.errors import CorruptMessageError, LostPeerError, ThinwireError
 
@@ -117,16 +110,16 @@ class TrainerSession(Session):
 
     def end(self) -> None:
         """Handle the death of a trainer: complete versions are kept, and sent without limit; others are dropped."""
-        for holding in self.opened.values():
-            self.store.unpin(holding)
-        self._abandon()
-        self.grants.unlimit()
         with self.store.changed.change():
+            for holding in self.opened.values():
+                self.store.unpin(holding)
             self.holder.joined.discard(self)
             for shard in (self.shard, self.common):
                 if shard is not None:
                     shard.unmap(self)
                     shard.writers.pop(self, None)
+            self._abandon()
+            self.grants.unlimit()
             if self.shard is not None and self.shard.trainer is self:
                 self.shard.trainer = None
 
@@ -282,8 +275,7 @@ class TrainerSession(Session):
             self.writing = self.store.begin(shard, shard.keep)
             if self.writing is not None and self.common is not None:
                 self.common.keep = shard.keep
-                if list(self.common.writers.values()).count(self.attempt) >= self.members:
-                    self.gathering = self.store.gather(self.common, (self.attempt, request["step"]), self.members)
+                self.gathering = self.store.gather(self.common, (self.attempt, request["step"]), self.members)
         except BudgetError as error:
             shard.last_error = str(error)
         if self.writing is None or (self.common is not None and self.gathering is None):
@@ -332,7 +324,7 @@ class TrainerSession(Session):
             if (alike.shard, alike.order) != (shard.id.common_id(group), stated.order):
                 raise ValueError(f"what ranks have alike is of {alike.shard}, step {alike.step}")
             # nothing of it is in the payload, or codes, which have other digests, or its first bytes
-            whole = 0 if self.gathering or pieces else min(alike.payload_bytes, payload_bytes) // CHUNK_BYTES
+            whole = 0 if self.gathering or pieces else min(alike.payload_bytes, payload_bytes) // stated.chunk_bytes
             stated = replace(stated, shared=shared, group=group, chunk_crcs=alike.chunk_crcs[:whole])
         if alike is not None and self.gathering is not None:
             sealed = self._contribute(shard, holding, stated, layout, alike, pieces)

@@ -491,19 +491,24 @@ class Store:
     def gather(self, shard: Shard, order: tuple[int, int], members: int) -> Gathering | None:
         """Return the version of that order that the ranks of this host write together, begun by the first of them.
 
-        None if no slot may be overwritten, or if they have given it up, or are at a later one. An earlier one is
-        given up.
+        None if no slot may be overwritten, if not all of them are connected, or if they have given it up, or are at a
+        later one. An earlier one is given up.
         """
+
+        def may_begin() -> bool:
+            is_new = shard.failed is None or shard.failed < order
+            return is_new and list(shard.writers.values()).count(order[0]) >= members
+
         with self._gathering:
             with self.changed:
                 if shard.gathering is not None and shard.gathering.order < order:
                     self.end_gathering(shard, False)
-                begins = shard.gathering is None and (shard.failed is None or shard.failed < order)
+                begins = shard.gathering is None and may_begin()
             holding = self.begin(shard, shard.keep) if begins else None
             with self.changed:
-                if holding is not None and (shard.failed is None or shard.failed < order):
+                if holding is not None and may_begin():
                     shard.gathering = Gathering(order, holding, members)
-                elif holding is not None:  # given up meanwhile
+                elif holding is not None:  # given up meanwhile, or one of them has died
                     self.abandon(holding)
                 gathering = shard.gathering
                 return gathering if gathering is not None and gathering.order == order else None

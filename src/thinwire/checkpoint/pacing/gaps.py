@@ -161,7 +161,7 @@ def gap_grants(
 
 
 class Pacer:
-    """A thread that issues grants at their time, by ``grant(num_bytes)``; a ThinwireError from it ends them.
+    """A thread that issues grants at their time, by ``grant(num_bytes)``; an error of the holder ends them.
 
     ``every``: iterations between two offers. ``watched``: whether `note_busy` will be called with the times of the
     lane's jobs; if not, ``sampler`` is the source of the busy times. ``revoke``, called when a gap ends, withdraws what
@@ -361,7 +361,7 @@ class Pacer:
                     self._grant(now.num_bytes)
                 else:
                     self._end_gap(now)
-            except (ThinwireError, OSError):
+            except (ThinwireError, ValueError, OSError):  # a ValueError of a holder where this rank has no shard yet
                 with self._changed:
                     self._grants = []
 

@@ -44,7 +44,7 @@ class Governor:
                 f"max_overhead={max_overhead!r}: a share of the training's time such as 0.05, 'auto' or None"
             )
         self.max_overhead, self._every = share, every
-        self._most = max(1, (most_steps or _MOST) // every)
+        self._most = max(1, (_MOST if most_steps is None else most_steps) // every)
         self._free: deque[float] = deque(maxlen=_FREE)
         self._costs: deque[float] = deque(maxlen=_VERSIONS)
         self._spans: deque[int] = deque(maxlen=_FEW)  # loaded iterations of each version

@@ -162,7 +162,8 @@ class StepLoop:
             self._sums.finish_step(self._lanes[-1])
         self.exposed_seconds += waited
         self.count += counts
-        if self._adopt is not None and not is_joining(self._model()):
+        asks = not (self._lanes[0].is_closed or is_joining(self._model()))  # else another rank may not come
+        if self._adopt is not None and asks:
             adopt, self._adopt = self._adopt, None
             self.decisions = self.decisions._replace(rows=adopt(self.decisions.rows))
         is_deciding = any(self.decisions)
@@ -177,7 +178,7 @@ class StepLoop:
         if self._trace is not None and times is not None:
             self._trace.add(times)
         execution, choice, rows = self.decisions
-        if not is_deciding or is_joining(self._model()):
+        if not (is_deciding and asks):
             return
         codes = choice is not None and choice.trial.is_timed  # one at a time: the others' seconds would be of its arms
         if execution is not None and times is not None and not codes:

@@ -6,8 +6,6 @@ Numba checks no index: what the decoder reads is proven to be there before it is
 last bytes of a message, with zeros behind them.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import Tensor

@@ -19,7 +19,7 @@ from thinwire.checkpoint.holder.client import Common, HolderClient, SlotWriter
 from thinwire.checkpoint.holder.frames import Connection, FrameKind
 from thinwire.checkpoint.holder.server import Holder, HolderConfig, _Fetch
 from thinwire.checkpoint.holder.slots import Slot, SlotSize, chunk_crcs
-from thinwire.checkpoint.holder.store import Store
+from thinwire.checkpoint.holder.store import Holding, Shard, Store
 from thinwire.checkpoint.holder.version import CHUNK_BYTES, Manifest, ShardId, Version, stored_steps, topology_digest
 from thinwire.errors import CorruptMessageError, ThinwireError
 
@@ -114,6 +114,30 @@ def test_it_is_a_version_once_all_ranks_of_the_host_have_published_it_and_takes_
         assert bytes(reader.common) == whole(4)[:COMMON_BYTES]
         reader.verify()
     ranks.close()
+
+
+def test_a_rank_that_dies_as_another_begins_leaves_no_slot_busy(
+    host: Callable[[str], Holder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It never writes its part, so the other would wait with its slots, also in the next start, which has none then."""
+    ranks, begin = Ranks(holder := host("a")), Store.begin
+    ranks.store(1)
+
+    def dying(store: Store, shard: Shard, keep: tuple[int, int] | None) -> Holding | None:
+        if shard.id == SHARD:
+            ranks.clients[1].close()
+            wait_for(lambda: len(shard.writers) == 1)
+        return begin(store, shard, keep)
+
+    monkeypatch.setattr(Store, "begin", dying)
+    if (writer := ranks.clients[0].slot(2, 1)) is not None:
+        writer.publish(b"{}", 100, alike=alike_of(whole(2), 2))
+    monkeypatch.undo()
+    ranks.close()
+    again = Ranks(holder)
+    assert [client.status()["free"] for client in again.clients] == [True, True]
+    again.store(3, 1)
+    again.close()
 
 
 def test_ranks_of_a_host_that_differ_make_no_version_and_what_was_there_stays(host: Callable[[str], Holder]) -> None:
@@ -221,6 +245,7 @@ def test_whatever_ranks_do_a_complete_version_is_what_all_of_them_wrote(
     """The law of a gathering: complete only if all members said the same, each hears it once, no slot stays busy."""
     store = Store(1 << 24)
     shard = store.register(SHARD, SlotSize(100, 0))
+    shard.writers = dict.fromkeys(range(3), 1)
     learned: dict[tuple[int, int], list[bool]] = {}
     step = 1
     said: dict[int, int] = {}

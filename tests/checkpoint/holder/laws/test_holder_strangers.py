@@ -691,6 +691,36 @@ def test_with_certificates_nothing_is_readable_and_strangers_have_no_handshake(
     wait_until(lambda: here.refused >= 2)
 
 
+def test_certificates_that_are_read_again_replace_those_before_or_change_nothing(
+    host: Callable[..., Holder], certificates: Callable[[str], tuple[str, str, str]], tmp_path: Path
+) -> None:
+    """Also when a certificate is renewed and its key not yet, and when the old authority is not to be trusted more."""
+    files = tuple(str(tmp_path / name) for name in ("cert", "key", "ca"))
+
+    def give(authority: str, count: int = 3) -> None:
+        for source, target in list(zip(certificates(authority), files, strict=True))[:count]:
+            shutil.copy(source, target)
+
+    give("job")
+    here = host("a", tls=files, reload_secret=lambda: SECRET + b"\n" + b"x" * 16)
+    old, new = (host(name, tls=certificates(name)) for name in ("job", "another"))
+    with HolderClient.connect(here.config.socket_path, SECRET) as client:
+        give("another", 1)
+        with pytest.raises(ValueError, match="TLS with"):
+            client.reload()
+        assert client.holder_status()["secrets"] == 1
+        old.call(here.address).close()
+        here.call(old.address).close()
+        give("another")
+        assert client.reload() == 2
+        new.call(here.address).close()
+        here.call(new.address).close()
+        with pytest.raises(ThinwireError):
+            old.call(here.address)
+        with pytest.raises(ThinwireError):
+            here.call(old.address)
+
+
 class _Tap:
     """Passes on what callers say to ``target``, and keeps it."""
 

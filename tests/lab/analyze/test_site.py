@@ -38,7 +38,7 @@ def test_an_assignment_is_found_with_its_target_and_its_call(path: Path) -> None
     text = "\nmodel = Watched(\n    net := 3,\n    bucket_cap_mb=8,\n    static_graph=True,\n)\nmodel.x = 1\n"
     assert run(path, text) == [
         DdpSite(
-            file=str(path), line=2, last_line=6, inner_line=0, target="model", function="<module>",
+            file=str(path), line=2, last_line=6, inner_line=0, target="model",
             call="Watched((net := 3), bucket_cap_mb=8, static_graph=True)",
             grouped_call="Watched((net := 3), static_graph=True, bucket_cap_mb_list=plan.bucket_cap_mb_list())",
         )
@@ -60,7 +60,7 @@ def test_any_single_target_is_one(path: Path, target: str) -> None:
 )
 def test_what_is_no_assignment_of_the_model_has_a_line_alone(path: Path, statement: str) -> None:
     assert run(path, f"wrap = list\nwrap = lambda model: model\n{statement}\n") == [
-        DdpSite(file=str(path), line=3, last_line=3, function="<module>")
+        DdpSite(file=str(path), line=3, last_line=3)
     ]
 
 

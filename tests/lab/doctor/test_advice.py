@@ -36,7 +36,7 @@ def test_the_advice_of_a_way_with_a_plan_follows_the_plan() -> None:
 SITE = DdpSite((measurement().names,), "train.py", 7, "ddp", "DDP(net)", follows_plans=True)
 
 
-BEFORE = "`scaler` is the GradScaler of the script, which has to be there before"
+BEFORE = "`sc` is the script's GradScaler, which has to be built before"
 
 
 def lossy_plan() -> Plan:
@@ -54,20 +54,12 @@ def test_the_scaler_of_the_script_is_passed_to_what_compresses(has_plan: bool) -
     dense = "plan" if has_plan else "thinwire.compress.top_k(density=0.01)"
     start = ("in place of" if has_plan else "after") + " line 7 of train.py, `ddp = DDP(net)`"
     line = f"sync = thinwire.attach(ddp, dense={dense}"
-    later = ", with line 9, which builds `sc`, moved before it" if has_plan else ", and after line 9, which builds `sc`"
-    for scaler, scaler_line, passed, where in (
-        (None, 0, ")", ""),
-        ("sc", 5, ", grad_scaler=sc)", ""),
-        ("sc", 7, ", grad_scaler=sc)", ""),
-        ("sc", 9, ", grad_scaler=sc)", later),
-        ("", 0, ", grad_scaler=scaler)", f", where {BEFORE}"),
-    ):
-        site = replace(SITE, scaler=scaler, scaler_line=scaler_line)
+    for scaler, passed, where in (("", ")", ""), ("sc", ", grad_scaler=sc)", f", where {BEFORE}")):
+        site = replace(SITE, scaler=scaler)
         assert lines_of(advice, site)[-1] == line + passed
         assert where_to_paste(advice, site) == start + where
         for exact in ("auto", "lossless"):
             assert "scaler" not in lines_of(Advice("", exact), site)[-1] + where_to_paste(Advice("", exact), site)
-    unnamed = replace(SITE, target="", call="", scaler="")
-    assert where_to_paste(Advice("", TOP_K), unnamed).endswith(
-        f"where `model` is the DistributedDataParallel and {BEFORE}"
-    )
+    unnamed = replace(SITE, target="", call="", scaler="sc")
+    where = where_to_paste(Advice("", TOP_K), unnamed)
+    assert where.endswith(f"line 7 of train.py, where `model` is the DistributedDataParallel and {BEFORE}")

@@ -62,9 +62,6 @@ class ScriptWatcher:
         """Watch a model; called on all ranks for each model that is built."""
         raise NotImplementedError
 
-    def note(self, scaler: torch.amp.GradScaler) -> None:
-        """Note a scaler of the loss that is being built."""
-
 
 def fail(sentence: str) -> None:
     """Raise ScriptFailed."""
@@ -155,7 +152,6 @@ class ModelWatch:
 def installed(recorder: ScriptWatcher, script: str) -> Iterator[None]:
     """Watch every DDP model that this process builds, until the context ends; it ends without one after some steps."""
     build, register = DistributedDataParallel.__init__, DistributedDataParallel.register_comm_hook
-    build_scaler = torch.amp.GradScaler.__init__
     watches: WeakKeyDictionary[DistributedDataParallel, Watch] = WeakKeyDictionary()
 
     @wraps(build)
@@ -169,11 +165,6 @@ def installed(recorder: ScriptWatcher, script: str) -> Iterator[None]:
         self._check_comm_hook(hook)
         watches[self].hand_over_to(state, hook)
 
-    @wraps(build_scaler)
-    def init_scaler(scaler: torch.amp.GradScaler, *args: Any, **kwargs: Any) -> None:
-        recorder.note(scaler)
-        build_scaler(scaler, *args, **kwargs)
-
     steps = itertools.count(1)
 
     def before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
@@ -183,10 +174,7 @@ def installed(recorder: ScriptWatcher, script: str) -> Iterator[None]:
 
     handle = register_optimizer_step_pre_hook(before_step)
     try:
-        with (
-            mock.patch.multiple(DistributedDataParallel, __init__=init, register_comm_hook=register_comm_hook),
-            mock.patch.object(torch.amp.GradScaler, "__init__", init_scaler),
-        ):
+        with mock.patch.multiple(DistributedDataParallel, __init__=init, register_comm_hook=register_comm_hook):
             yield
     finally:
         handle.remove()

@@ -2,7 +2,7 @@
 
 import ast
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from types import FrameType
@@ -17,40 +17,6 @@ _CAPS = ("bucket_cap_mb", "bucket_cap_mb_list")
 _PACKAGE = str(Path(thinwire.__file__).parent)
 _OURS = str(Path(__file__).parent)
 _LONGEST = 60
-
-
-@dataclass(frozen=True)
-class Variable:
-    """A variable of a script, or an attribute such as ``self.scaler``.
-
-    Args:
-        name: how the function that sets it names it.
-        line: the last line of the statement that sets it.
-        file, function: where that is; the function is ``<module>`` outside of all.
-    """
-
-    name: str
-    line: int
-    file: str
-    function: str
-
-    def is_known_to(self, site: DdpSite) -> bool:
-        """Return whether the lines behind the one that builds the model can name it."""
-        return self.file == site.file and self.function in (site.function, "<module>")
-
-
-def find_variable(kind: type) -> Variable | None:
-    """Return what is being set to a new object of a type, by a statement that calls that; None if none is."""
-    frame: FrameType | None = _caller(_OURS)
-    while frame is not None:
-        if statement := _statement(frame):
-            target, value = _assignment(statement)
-            value = value.body if isinstance(value, ast.IfExp) else value
-            if target and isinstance(value, ast.Call) and _is_a(kind, _value(value.func, frame)):
-                line, code = statement.end_lineno or statement.lineno, frame.f_code
-                return Variable(target, line, code.co_filename, code.co_qualname)
-        frame = frame.f_back
-    return None
 
 
 def find_site() -> DdpSite:
@@ -77,16 +43,16 @@ def _site(statement: ast.stmt, frame: FrameType, inner_line: int) -> DdpSite:
         line=statement.lineno,
         last_line=statement.end_lineno or statement.lineno,
         inner_line=inner_line,
-        function=frame.f_code.co_qualname,
     )
-    target, call = _assignment(statement)
-    if not isinstance(call, ast.Call):
+    if not isinstance(statement, (ast.Assign, ast.AnnAssign)) or not isinstance(statement.value, ast.Call):
         return site
-    if not target or not (inner_line or _is_a(DistributedDataParallel, _value(call.func, frame))):
+    targets, call = statement.targets if isinstance(statement, ast.Assign) else [statement.target], statement.value
+    is_model = bool(inner_line) or _is_ddp(_value(call.func, frame))
+    if not is_model or len(targets) != 1 or isinstance(targets[0], (ast.Tuple, ast.List)):
         return site
     return replace(
         site,
-        target=target,
+        target=ast.unparse(targets[0]),
         call=ast.unparse(call),
         grouped_call=ast.unparse(call) if inner_line else _grouped(call),
     )
@@ -141,17 +107,8 @@ def _statement(frame: FrameType) -> ast.stmt | None:
     return min(around, key=lambda node: (node.end_lineno or node.lineno) - node.lineno, default=None)
 
 
-def _assignment(statement: ast.stmt) -> tuple[str, ast.expr | None]:
-    """Return the only target of an assignment, empty if there is none, and its value."""
-    if not isinstance(statement, (ast.Assign, ast.AnnAssign)):
-        return "", None
-    targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-    is_one = len(targets) == 1 and not isinstance(targets[0], (ast.Tuple, ast.List))
-    return ast.unparse(targets[0]) if is_one else "", statement.value
-
-
-def _is_a(kind: type, value: Any) -> bool:
-    return isinstance(value, type) and issubclass(value, kind)
+def _is_ddp(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, DistributedDataParallel)
 
 
 def _value(node: ast.expr, frame: FrameType) -> Any:

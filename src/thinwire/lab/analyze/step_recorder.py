@@ -9,9 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
-from weakref import WeakKeyDictionary
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.futures import Future
@@ -20,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire.comm.agree import gather_numbers
 from thinwire.comm.lane import Lane
 from thinwire.lab.analyze.recorder import ScriptWatcher
-from thinwire.lab.analyze.site import Variable, calling_line, find_site, find_variable, follows_plans
+from thinwire.lab.analyze.site import calling_line, find_site, follows_plans
 from thinwire.lab.planning.measurement import DdpSite, Measurement
 from thinwire.lab.planning.ready import WARM_STEPS, StepWatch
 from thinwire.lab.planning.training import How, OnStage, begin_together, finish, trained_parameters
@@ -52,7 +50,6 @@ class StepRecorder(ScriptWatcher):
         self._tables: frozenset[str] = frozenset()
         self._hook: Unsynchronized | None = None
         self._site = DdpSite()
-        self._scalers: WeakKeyDictionary[torch.amp.GradScaler, Variable | None] = WeakKeyDictionary()
         self._left_out: list[str] = []
         self._steps = how.steps
         self._began = 0.0
@@ -86,10 +83,6 @@ class StepRecorder(ScriptWatcher):
         if line not in self._left_out:
             self._left_out.append(line)
 
-    def note(self, scaler: torch.amp.GradScaler) -> None:
-        """Note the variable of a scaler that is being built."""
-        self._scalers[scaler] = find_variable(torch.amp.GradScaler)
-
     @property
     def num_steps(self) -> int:
         """Number of steps timed so far."""
@@ -105,14 +98,9 @@ class StepRecorder(ScriptWatcher):
             return
         self.finished = True
         measured = finish(self._lane, self._watch, self._trained, self._tables, self.how, self._on_stage)
-        site = replace(
-            self._site, buckets=tuple(self._hook.buckets), others=self.num_models - 1, left_out=tuple(self._left_out)
-        )
-        if (scaler := self._watch.scaler) is not None:
-            variable = self._scalers.get(scaler)
-            name = variable.name if variable is not None and variable.is_known_to(site) else ""
-            line = variable.line if name and variable is not None and variable.function == site.function else 0
-            site = replace(site, scaler=name, scaler_line=line)
+        buckets, left_out = tuple(self._hook.buckets), tuple(self._left_out)
+        seen = {"others": self.num_models - 1, "left_out": left_out, "scaler": self._watch.scaler}
+        site = replace(self._site, buckets=buckets, **seen)
         self.measurement = replace(measured, ddp=site)
 
     def close(self) -> None:

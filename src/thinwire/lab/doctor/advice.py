@@ -33,12 +33,6 @@ class Advice:
         """The plan to follow, if there is one."""
         return self.dense if isinstance(self.dense, Plan) else None
 
-    @property
-    def is_lossy(self) -> bool:
-        """Whether anything is compressed."""
-        groups = self.dense.groups if isinstance(self.dense, Plan) else ()
-        return any(group.compressor for group in groups) or (isinstance(self.dense, str) and self.dense not in EXACT)
-
 
 def advice_of(option: Option, measurement: Measurement, options: Sequence[Option]) -> Advice:
     """Return what to change so that a training goes this way.
@@ -101,27 +95,22 @@ def where_to_paste(advice: Advice, ddp: DdpSite | None) -> str:
     instead = advice.plan is not None
     lines = f"lines {ddp.line} to {ddp.last_line}" if instead and ddp.last_line > ddp.line else f"line {ddp.last_line}"
     line = f"{lines} of {PurePath(ddp.file).name}" if ddp.file else "the line that builds it"
-    where = f"in place of {line}" if instead else f"after {line}"
-    stand_for = []
-    if ddp.target:
-        where += f", `{ddp.target} = {ddp.call}`"
-    else:
-        stand_for = ["`model` is the DistributedDataParallel", *(["`module` what it wraps"] if instead else [])]
-    if scaler := _scaler(advice, ddp):
-        if not ddp.scaler:
-            stand_for.append(f"`{scaler}` is the GradScaler of the script, which has to be there before")
-        elif ddp.scaler_line > ddp.last_line:
-            built = f"line {ddp.scaler_line}, which builds `{scaler}`"
-            where += f", with {built}, moved before it" if instead else f", and after {built}"
-    where += f", where {' and '.join(stand_for)}" if stand_for else ""
     inner = f"; line {ddp.inner_line} builds it, and needs bucket_cap_mb_list=plan.bucket_cap_mb_list()"
+    where = f"in place of {line}" if instead else f"after {line}"
+    meant = ["`model` is the DistributedDataParallel", *(["`module` what it wraps"] if instead else [])]
+    if ddp.target:
+        where, meant = f"{where}, `{ddp.target} = {ddp.call}`", []
+    if scaler := _scaler(advice, ddp):
+        meant.append(f"`{scaler}` is the script's GradScaler, which has to be built before")
+    where += f", where {' and '.join(meant)}" if meant else ""
     return where + (inner if instead and ddp.target and ddp.inner_line else "")
 
 
 def _scaler(advice: Advice, ddp: DdpSite | None) -> str:
-    """Return what the lines call the scaler whose scale gradients carry, which memories of compressors need to know;
-    empty where there is none, or nothing is compressed."""
-    return (ddp.scaler or "scaler") if ddp is not None and ddp.scaler is not None and advice.is_lossy else ""
+    """Return the variable of the scaler whose scale gradients carry, which the memories of compressors need to know."""
+    dense = advice.dense
+    is_lossy = any(group.compressor for group in dense.groups) if isinstance(dense, Plan) else dense not in EXACT
+    return ddp.scaler if ddp is not None and is_lossy else ""
 
 
 def expression(text: str) -> str:

@@ -495,15 +495,10 @@ def answers(diagnosis: Diagnosis) -> list[tuple[str, str]]:
 
 def _lossless(diagnosis: Diagnosis) -> list[tuple[str, str]]:
     """Return the price of lossless sums; nothing where measured steps contradict it."""
-    price = diagnosis.lossless
-    if price is None:
-        return []
-    lossless = {option.name: option.is_lossless for option in diagnosis.options if option.is_exact}
-    steps = [(lossless.get(row.name), row.measured_step_seconds) for row in diagnosis.confirmed]
-    coded, plain = (
-        min((time for kind, time in steps if kind is wanted and time), default=None) for wanted in (True, False)
-    )
-    if coded and plain and (coded >= plain if price.pays else plain > TAKEN * coded):
+    price, steps = diagnosis.lossless, {row.name: row.measured_step_seconds or math.inf for row in diagnosis.confirmed}
+    exact = [(option.is_lossless, steps.get(option.name, math.inf)) for option in diagnosis.options if option.is_exact]
+    plain, coded = (min((time for kind, time in exact if kind is wanted), default=math.inf) for wanted in (False, True))
+    if price is None or (coded < math.inf and (coded >= plain if price.pays else plain > TAKEN * coded)):
         return []
     return [("Lossless sums", price.describe())]
 

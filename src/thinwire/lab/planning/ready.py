@@ -6,6 +6,7 @@ rank, because a gradient can be summed only when all ranks have it.
 
 import gc
 import statistics
+import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -207,8 +208,10 @@ class OptimizerBoundary(StepBoundary):
 
     Attributes:
         optimizers: types of the optimizers that stepped these parameters, sorted.
-        scaler: the scaler by which one of them stepped; None without one.
+        scaler: the variable by which one of them stepped with a scaler, ``scaler`` if it is none; empty without one.
     """
+
+    scaler = ""
 
     def __init__(
         self,
@@ -218,7 +221,6 @@ class OptimizerBoundary(StepBoundary):
     ) -> None:
         super().__init__(synchronizes)
         self.optimizers: list[str] = []
-        self.scaler: torch.amp.GradScaler | None = None
         self._ids = {id(parameter) for parameter in parameters}
         self._vote = vote
         self._stepped = False  # since the step began
@@ -246,7 +248,8 @@ class OptimizerBoundary(StepBoundary):
             result = step(scaler, optimizer, *args, **kwargs)
             if self._is_ours(optimizer):
                 self._stepped = self._waits = True
-                self.scaler = scaler
+                seen = {**(frame := sys._getframe(1)).f_globals, **frame.f_locals}
+                self.scaler = next((name for name, value in seen.items() if value is scaler), "scaler")
             return result
 
         return noted
@@ -350,8 +353,8 @@ class StepWatch:
         return self._boundary.optimizers
 
     @property
-    def scaler(self) -> torch.amp.GradScaler | None:
-        """The scaler by which an optimizer stepped the model; None without one."""
+    def scaler(self) -> str:
+        """See `OptimizerBoundary`."""
         return self._boundary.scaler
 
     def take(self, name: str, gradient: Tensor | None) -> None:

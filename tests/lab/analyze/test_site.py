@@ -94,6 +94,17 @@ def test_messages_have_the_line_and_its_text(path: Path) -> None:
     assert gone["said"] == "line 2 of <stdin>"
 
 
+def test_of_several_statements_in_a_line_the_one_that_runs_is_named(path: Path) -> None:
+    text = "é = 'é'; model = Watched(3); said = calling_line(); last = 1\nfor i in [calling_line()]: pass; last = i\n"
+    path.write_text(text)
+    namespace: dict[str, Any] = {"calling_line": site.calling_line, "Watched": lambda net: None}
+    exec(compile(text, str(path), "exec"), namespace)
+    assert namespace["said"] == "line 1 of train.py, `said = calling_line()`"
+    assert namespace["last"] == "line 2 of train.py", "and none where it is no statement of its own"
+    (found,) = run(path, "net = 3; model = Watched(net); net = 1\n")
+    assert (found.line, found.target, found.call) == (1, "model", "Watched(net)")
+
+
 class Model:
     """What is asked of a model of DDP."""
 

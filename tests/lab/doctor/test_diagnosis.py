@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from measured import codec, measurement, table
+from measured import AUTOCAST, codec, measurement, table
 from tests.lab.doctor.diagnosed import POLICIES, TOP_K, with_tables
 from thinwire.lab.analyze import trials
 from thinwire.lab.doctor.advice import Advice
@@ -228,6 +228,21 @@ def test_what_was_measured_decides() -> None:
     assert "Compression pays" in describe(alike)
     (row,) = [row for row in alike.to_json()["confirmed"] if row["name"] == STOCK]
     assert row["measured_step_seconds"] == pytest.approx(alike.to_json()["stock_step_seconds"])
+
+
+def test_what_is_said_of_lossless_sums_is_left_out_where_measured_steps_contradict_it() -> None:
+    pays = diagnosis(100, world_size=4, dense_codes=[AUTOCAST])
+    assert pays.lossless is not None
+    assert pays.lossless.pays
+    for measured, says in ((1.0, True), (2.5, False)):
+        assert ("\nLossless sums        pays" in describe(trained(pays, {"exact, lossless": measured}))) is says
+    fast = measurement(5_000, world_size=4, dense_codes=[AUTOCAST])
+    gains_nothing = diagnose("a test", fast, [TOP_K], POLICIES, dense="lossless")
+    assert gains_nothing.lossless is not None
+    assert not gains_nothing.lossless.pays
+    for measured, says in ((1.0, True), (0.5, False)):
+        seen = trained(on_any_wire(gains_nothing), {"exact, lossless": measured})
+        assert ("\nLossless sums        nothing to gain" in describe(seen)) is says
 
 
 def test_the_recommended_way_is_as_near_the_best_that_was_measured_as_the_rules_allow() -> None:

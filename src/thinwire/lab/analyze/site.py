@@ -3,6 +3,7 @@
 import ast
 import sys
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -94,13 +95,15 @@ def _statement(frame: FrameType) -> ast.stmt | None:
         tree = ast.parse(Path(frame.f_code.co_filename).read_text(encoding="utf-8"))
     except (OSError, ValueError, SyntaxError):
         return None
-    around = [
-        node
-        for node in ast.walk(tree)
-        if isinstance(node, ast.stmt)
-        and not hasattr(node, "body")
-        and node.lineno <= frame.f_lineno <= (node.end_lineno or node.lineno)
-    ]
+    *_, column, _ = next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None))
+
+    def holds(node: ast.stmt) -> bool:
+        first, last = (node.lineno, node.col_offset), (node.end_lineno or node.lineno, node.end_col_offset or 0)
+        if column is None:  # of Python without columns, as with PYTHONNODEBUGRANGES
+            return first[0] <= frame.f_lineno <= last[0]
+        return first <= (frame.f_lineno, column) < last
+
+    around = [n for n in ast.walk(tree) if isinstance(n, ast.stmt) and not hasattr(n, "body") and holds(n)]
     return min(around, key=lambda node: (node.end_lineno or node.lineno) - node.lineno, default=None)
 
 

@@ -98,9 +98,9 @@ class StepRecorder(ScriptWatcher):
             return
         self.finished = True
         measured = finish(self._lane, self._watch, self._trained, self._tables, self.how, self._on_stage)
-        site = replace(
-            self._site, buckets=tuple(self._hook.buckets), others=self.num_models - 1, left_out=tuple(self._left_out)
-        )
+        buckets, left_out = tuple(self._hook.buckets), tuple(self._left_out)
+        seen = {"others": self.num_models - 1, "left_out": left_out, "scaler": self._watch.scaler}
+        site = replace(self._site, buckets=buckets, **seen)
         self.measurement = replace(measured, ddp=site)
 
     def close(self) -> None:

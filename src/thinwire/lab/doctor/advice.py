@@ -66,14 +66,15 @@ def lines_of(advice: Advice, ddp: DdpSite | None, plan_path: str = "plan.json") 
     if advice.dense is None:
         return []
     model = ddp.target if ddp is not None and ddp.target else "model"
+    scaled = f", grad_scaler={scaler}" if (scaler := _scaler(advice, ddp)) else ""
     if isinstance(advice.dense, str):
         dense = "" if advice.dense == AUTO else f", dense={expression(advice.dense)}"
-        return ["import thinwire", f"sync = thinwire.attach({model}{dense})"]
+        return ["import thinwire", f"sync = thinwire.attach({model}{dense}{scaled})"]
     lines = ["import thinwire", f'plan = thinwire.Plan.load("{plan_path}")']
     if ddp is not None:
         built = ddp.grouped_call or "DistributedDataParallel(module, bucket_cap_mb_list=plan.bucket_cap_mb_list())"
         lines.append(f"{model} = {built}")
-    return [*lines, f"sync = thinwire.attach({model}, dense=plan)"]
+    return [*lines, f"sync = thinwire.attach({model}, dense=plan{scaled})"]
 
 
 def method(text: str) -> Method:
@@ -95,12 +96,21 @@ def where_to_paste(advice: Advice, ddp: DdpSite | None) -> str:
     lines = f"lines {ddp.line} to {ddp.last_line}" if instead and ddp.last_line > ddp.line else f"line {ddp.last_line}"
     line = f"{lines} of {PurePath(ddp.file).name}" if ddp.file else "the line that builds it"
     inner = f"; line {ddp.inner_line} builds it, and needs bucket_cap_mb_list=plan.bucket_cap_mb_list()"
-    if ddp.target and instead:
-        return f"in place of {line}" + (inner if ddp.inner_line else "")
+    where = f"in place of {line}" if instead else f"after {line}"
+    meant = ["`model` is the DistributedDataParallel", *(["`module` what it wraps"] if instead else [])]
     if ddp.target:
-        return f"after {line}, `{ddp.target} = {ddp.call}`"
-    names = "`model` is the DistributedDataParallel" + (" and `module` what it wraps" if instead else "")
-    return f"{'in place of' if instead else 'after'} {line}, where {names}"
+        where, meant = f"{where}, `{ddp.target} = {ddp.call}`", []
+    if scaler := _scaler(advice, ddp):
+        meant.append(f"`{scaler}` is the script's GradScaler, which has to be built before")
+    where += f", where {' and '.join(meant)}" if meant else ""
+    return where + (inner if instead and ddp.target and ddp.inner_line else "")
+
+
+def _scaler(advice: Advice, ddp: DdpSite | None) -> str:
+    """Return the variable of the scaler whose scale gradients carry, which the memories of compressors need to know."""
+    dense = advice.dense
+    is_lossy = any(group.compressor for group in dense.groups) if isinstance(dense, Plan) else dense not in EXACT
+    return ddp.scaler if ddp is not None and is_lossy else ""
 
 
 def expression(text: str) -> str:

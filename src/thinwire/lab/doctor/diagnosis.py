@@ -487,10 +487,20 @@ def answers(diagnosis: Diagnosis) -> list[tuple[str, str]]:
         ("A step of stock DDP", _parts(diagnosis)),
         ("Exposed?", _exposure(diagnosis)),
         ("Best exact way", _gain(diagnosis, *diagnosis.best_exact) + _source(diagnosis, diagnosis.best_exact[0])),
-        *([] if diagnosis.lossless is None else [("Lossless sums", diagnosis.lossless.describe())]),
+        *_lossless(diagnosis),
         ("Recommended", _verdict(diagnosis)),
         *_ranges(diagnosis),
     ]
+
+
+def _lossless(diagnosis: Diagnosis) -> list[tuple[str, str]]:
+    """Return the price of lossless sums; nothing where measured steps contradict it."""
+    price, steps = diagnosis.lossless, {row.name: row.measured_step_seconds or math.inf for row in diagnosis.confirmed}
+    exact = [(option.is_lossless, steps.get(option.name, math.inf)) for option in diagnosis.options if option.is_exact]
+    plain, coded = (min((time for kind, time in exact if kind is wanted), default=math.inf) for wanted in (False, True))
+    if price is None or (coded < math.inf and (coded >= plain if price.pays else plain > TAKEN * coded)):
+        return []
+    return [("Lossless sums", price.describe())]
 
 
 def _steps(measured: Measurement) -> list[tuple[str, str]]:

@@ -50,6 +50,8 @@ class DdpSite:
         inner_line: where a function that returns the model builds it; 0 if ``line`` itself does.
         others: number of further DDP models of the script, which are not measured.
         left_out: lines of the script that were not run, such as its own ``thinwire.attach``.
+        scaler: the variable that holds the ``GradScaler`` by which the optimizer steps, ``scaler`` if that is not
+            known; empty if nothing scales the loss.
     """
 
     buckets: tuple[tuple[str, ...], ...] = ()
@@ -63,6 +65,7 @@ class DdpSite:
     inner_line: int = 0
     others: int = 0
     left_out: tuple[str, ...] = ()
+    scaler: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "buckets", tuple(map(tuple, self.buckets)))

@@ -6,6 +6,7 @@ rank, because a gradient can be summed only when all ranks have it.
 
 import gc
 import statistics
+import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -207,7 +208,10 @@ class OptimizerBoundary(StepBoundary):
 
     Attributes:
         optimizers: types of the optimizers that stepped these parameters, sorted.
+        scaler: the variable by which one of them stepped with a scaler, ``scaler`` if it is none; empty without one.
     """
+
+    scaler = ""
 
     def __init__(
         self,
@@ -244,6 +248,8 @@ class OptimizerBoundary(StepBoundary):
             result = step(scaler, optimizer, *args, **kwargs)
             if self._is_ours(optimizer):
                 self._stepped = self._waits = True
+                seen = {**(frame := sys._getframe(1)).f_globals, **frame.f_locals}
+                self.scaler = next((name for name, value in seen.items() if value is scaler), "scaler")
             return result
 
         return noted
@@ -345,6 +351,11 @@ class StepWatch:
     def optimizers(self) -> list[str]:
         """Types of the optimizers that stepped the model on this rank; empty if none of torch's did."""
         return self._boundary.optimizers
+
+    @property
+    def scaler(self) -> str:
+        """See `OptimizerBoundary`."""
+        return self._boundary.scaler
 
     def take(self, name: str, gradient: Tensor | None) -> None:
         """Sample a gradient as it is synchronized, while steps warm up, or until there is a sample."""

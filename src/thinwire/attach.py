@@ -93,9 +93,8 @@ def attach(
 
     Raises:
         ValueError: an FSDP1 model; one that has another hook, or whose parameters something attached averages; an
-            unknown scheme; a
-            compressor that refuses a parameter or its exchange; momentum twice; a plan of another model or world size,
-            or with other groups than the buckets of DDP.
+            unknown scheme; a compressor that refuses a parameter or its exchange; momentum twice; a plan of another
+            model or world size, or with other groups than the buckets of DDP.
         MismatchError: ranks attach different models, schemes, compressors or plans; on every rank.
 
     Example:
@@ -122,9 +121,8 @@ def attach(
             undo.callback(tables.remove)
             excluded |= tables.names
         with telling_peers(group, timeout):
-            is_on_cpu = all(
-                p.device.type == "cpu" for _, p in synchronized_parameters(model, excluded) if p.requires_grad
-            )
+            trained = (one for _, one in synchronized_parameters(model, excluded) if one.requires_grad)
+            is_on_cpu = {one.device.type for one in trained} <= {"cpu"}
             grouped = _Grouped.of(dense)
             grouped.check(model, is_on_cpu)
             parameters, others = dense_parameters(model, excluded, grouped.patterns())

@@ -105,11 +105,6 @@ def end_beside(groups: list[Any], seconds: float = 0.0) -> None:
         ending.add(beside("thinwire-ending", lambda: time.sleep(seconds) or groups.clear()))
 
 
-def wait_for_ends(seconds: float) -> None:
-    """Wait for the threads of `end_beside`."""
-    wait([*ending], seconds)
-
-
 def take_group(parent: dist.ProcessGroup, kind: _Kind, notes: Notes) -> PrivateGroup:
     """Return a Gloo group of the same ranks for one lane: one that a closed lane left, else a new one.
 

@@ -15,6 +15,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import wait
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -62,7 +63,7 @@ def _end_all() -> None:
         lane.abandon()
     for lane in lanes:
         lane.join(EXIT_SECONDS)
-    groups.wait_for_ends(EXIT_SECONDS)
+    wait([*groups.ending], EXIT_SECONDS)
     _leave_python_to_gloo()
 
 
@@ -80,8 +81,7 @@ def _leave_to_parent() -> None:
         lane._breaking, lane._broken = threading.RLock(), ThinwireError(FORKED)
         lane.is_forked = lane.is_broken = lane.is_closed = True
         _of_parents.extend(lane._groups())
-        lane._group = lane._own = lane._native = None
-        lane._adopted = []
+        lane._group, lane._own, lane._native, lane._adopted = None, None, None, []
 
 
 os.register_at_fork(after_in_child=_leave_to_parent)
@@ -264,8 +264,7 @@ class Lane:
         future: Future[T] = Future()
         if self.is_closed:
             why = FORKED if self.is_forked else "ranks exchange nothing after detach(): attach again"
-            error = ThinwireError(f"rank {self.global_rank}: {why}")
-            future.set_exception(error)  # type: ignore[arg-type]
+            future.set_exception(ThinwireError(f"rank {self.global_rank}: {why}"))  # type: ignore[arg-type]
             return future
         begun: list[Callable[[], object]] = []
         subject = ""

@@ -38,14 +38,6 @@ from thinwire.tune.prices import chosen
 T = TypeVar("T")
 
 
-def fused_all_reduce(channel: Channel, tensors: Sequence[Tensor]) -> None:
-    """Average contiguous tensors over ranks, in place, in one all-reduce for each dtype; after `Channel.open`."""
-    for alike in by_dtype(tensors):
-        flat, copy_back = flattened(alike)
-        dense_all_reduce(flat, channel, 1.0 / channel.world_size)
-        copy_back()
-
-
 def can_ride(tensor: Tensor) -> bool:
     """Return whether an exactly summed tensor may join the all-reduce of a compressor, which is of float32 on a CPU."""
     return tensor.device.type == "cpu" and tensor.dtype == torch.float32
@@ -244,9 +236,12 @@ class Statistics:
         return ring_all_reduce_bytes(sum(tensor.nbytes for tensor in tensors), self.world_size)
 
     def average(self, channel: Channel, tensors: Sequence[Tensor]) -> None:
-        """Average tensors exactly, in place, and count their bytes."""
+        """Average tensors exactly, in place, in one all-reduce for each dtype, and count their bytes."""
         before = channel.exchange.traffic.sent_bytes
-        fused_all_reduce(channel, tensors)
+        for alike in by_dtype(tensors):
+            flat, copy_back = flattened(alike)
+            dense_all_reduce(flat, channel, 1.0 / channel.world_size)
+            copy_back()
         self.book_others(self.ring_bytes(tensors), channel.exchange.traffic.sent_bytes - before)
 
     def book_others(self, dense_bytes: int, sent_bytes: int) -> None:
@@ -524,9 +519,8 @@ class CompressedSync:
         before = channel.exchange.traffic.sent_bytes
         results = reduction.run(tasks, peers, self._stopwatch)
         sent = channel.exchange.traffic.sent_bytes - before
-        predicted = reduction.sent_bytes([task.plan for task in tasks], lane.rank, lane.world_size)
-        if predicted is None:
-            predicted = peers.expected_scheme_bytes or sent
+        known = reduction.sent_bytes([task.plan for task in tasks], lane.rank, lane.world_size)
+        predicted = known if known is not None else peers.expected_scheme_bytes or sent
         means = results[: len(gradients)]
         with self._stopwatch.phase(Phase.DECOMPRESS):
             for result in means if scale != 1.0 else ():

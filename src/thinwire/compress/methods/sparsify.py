@@ -59,7 +59,7 @@ class Selector(Additive):
 
     @property
     def label(self) -> str:
-        return _snake(type(self).__name__)
+        return "".join(f"_{one.lower()}" if one.isupper() else one for one in type(self).__name__).lstrip("_")
 
     @property
     def name(self) -> str:
@@ -304,8 +304,3 @@ def _checksum(head: int, body: Tensor) -> int:
 
 def _format(count: int, row_bytes: int, parameter: Parameter) -> Format:
     return wire.smallest(FORMATS, count, row_bytes, parameter.numel, parameter.numel)
-
-
-def _snake(name: str) -> str:
-    """Convert ``TopK`` to ``top_k``."""
-    return "".join(f"_{letter.lower()}" if letter.isupper() else letter for letter in name).lstrip("_")

@@ -99,7 +99,7 @@ class StepRecorder(ScriptWatcher):
         self.finished = True
         measured = finish(self._lane, self._watch, self._trained, self._tables, self.how, self._on_stage)
         buckets, left_out = tuple(self._hook.buckets), tuple(self._left_out)
-        seen = {"others": self.num_models - 1, "left_out": left_out, "scaler": self._watch.scaler}
+        seen = {"others": self.num_models - 1, "left_out": left_out, "scaler": self._watch.boundary.scaler}
         site = replace(self._site, buckets=buckets, **seen)
         self.measurement = replace(measured, ddp=site)
 

@@ -77,7 +77,7 @@ class Attached:
             for other, (alone, theirs) in kind._running.items():
                 are_ddp = other is not model and all(isinstance(one, DistributedDataParallel) for one in (model, other))
                 is_apart = are_ddp or (kind is not cls and len(ranks & theirs) < 2)
-                shared = {} if is_apart else trained_names(other, alone)
+                shared = {} if is_apart else mine if (other, kind) == (model, cls) else trained_names(other, alone)
                 for name in (name for key, name in mine.items() if key in shared):
                     what = f"another {type(other).__name__} with parameter {name!r} of this one"
                     what, cure = ("this model", "") if other is model else (what, f", or pass exclude={name!r}")

@@ -490,7 +490,7 @@ def _untouched(context: RankContext, by_module: bool) -> set[str]:
         _trained(ddp, context.rank, step)
     assert not any(getattr(one, name) for one in hooks[:2] for name in ("_forward_hooks", "_forward_pre_hooks"))
     assert not hooks[2]._backward_hooks
-    assert sync._lane._machine is None
+    assert not sync._lane._measured
     tables = {sync._names[key] for key in sync._buckets._tables}
     sync.detach()
     return tables
@@ -543,7 +543,7 @@ def _costs(context: RankContext, kind: str) -> tuple[list[str], list[int]]:
                         made[1] = max(made[1], min(_calls(model, optimizer, step) for step in range(20)))
                     booked = {row["steps"] for row in sync.table() if row["bytes"]}
                     assert booked <= {sync.stats()["comm/steps"]}, "steps that DDP did are counted when somebody reads"
-                    assert sync._lane._machine is None
+                    assert not sync._lane._measured
                     assert not getattr(model, "_comm_hooks", ())
                     sync.detach()
             added.append(made[1] - made[0])

@@ -32,6 +32,7 @@ class LoopbackLane:
 
     exchange: LoopbackExchange
     sequence: int = 0
+    is_forked: bool = False
 
     @property
     def rank(self) -> int:

@@ -125,7 +125,7 @@ def test_a_step_is_what_lies_between_two_steps_of_the_optimizer(case: Any, monke
     times = watch.close()
     assert watch.num_steps == STEPS
     assert watch.counts == counts
-    assert watch.optimizers == (["SGD"] if script.optimizers else [])
+    assert watch.boundary.optimizers == (["SGD"] if script.optimizers else [])
     for moments in times.tolist()[:-1]:  # to the next step
         parameters: tuple[Any, ...] = tuple(watch.names)
         step = typical(moments, parameters)

@@ -322,7 +322,7 @@ class StepWatch:
         self._begin = begin
         self._clock = DeviceClock(next((tensor.device for tensor in trained.values()), torch.device("cpu")))
         self._is_step = False
-        self._boundary = OptimizerBoundary(trained.values(), synchronizes, vote)
+        self.boundary = OptimizerBoundary(trained.values(), synchronizes, vote)
         self._pass_synchronizes = False
         self._passes: list[tuple[StepTimes, bool]] = []
         self._steps: list[list[float]] = []
@@ -347,16 +347,6 @@ class StepWatch:
         passes, synchronized = zip(*(self._counts[WARM_STEPS:] or [(1, 1)]), strict=True)
         return statistics.median_low(passes), statistics.median_low(synchronized)
 
-    @property
-    def optimizers(self) -> list[str]:
-        """Types of the optimizers that stepped the model on this rank; empty if none of torch's did."""
-        return self._boundary.optimizers
-
-    @property
-    def scaler(self) -> str:
-        """See `OptimizerBoundary`."""
-        return self._boundary.scaler
-
     def take(self, name: str, gradient: Tensor | None) -> None:
         """Sample a gradient as it is synchronized, while steps warm up, or until there is a sample."""
         if self.num_steps < WARM_STEPS or not self.sample.taken or self._sampled_step == self.num_steps:
@@ -373,9 +363,9 @@ class StepWatch:
             rest of the step all but one of the backwards are taken away.
         """
         self._end_pass()
-        if self._boundary.ends():
+        if self.boundary.ends():
             self._end_step()
-        self._boundary.close()
+        self.boundary.close()
         for handle in self._handles:
             handle.remove()
         return torch.tensor(self._steps[WARM_STEPS:], dtype=torch.float64).view(-1, 2 + len(self.names))
@@ -385,7 +375,7 @@ class StepWatch:
             return
         if has_gradients := self._clock.has_gradients:
             self._end_pass()
-        if self._boundary.forward():
+        if self.boundary.forward():
             self._end_step()
             self._begin()
             self._is_step = True
@@ -401,7 +391,7 @@ class StepWatch:
         def hook(parameter: Tensor) -> None:
             if self._is_step:
                 self._clock.ready(name)
-                self._pass_synchronizes = self._boundary.gradient()
+                self._pass_synchronizes = self.boundary.gradient()
                 if not self._pass_synchronizes:
                     return
                 if name in self._tables and self.num_steps < WARM_STEPS and parameter.grad is not None:

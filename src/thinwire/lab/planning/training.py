@@ -99,7 +99,7 @@ def finish(
         tables: names of the embedding tables among them.
     """
     times = watch.close()
-    names = lane.submit(lambda lane: gather_json(lane.exchange, "optimizers", watch.optimizers)).wait()
+    names = lane.submit(lambda lane: gather_json(lane.exchange, "optimizers", watch.boundary.optimizers)).wait()
     optimizer = " + ".join(sorted(set(chain(*names))))  # of all ranks: one may have skipped every step
     if how.compressors is None:
         how = replace(how, compressors=defaults(optimizer))

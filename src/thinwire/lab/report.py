@@ -174,9 +174,9 @@ class Report:
         try:
             drawn = "".join(
                 f'<div class="{form}" role="img" aria-label="{label}">'
-                f"{_hidden(inline_svg(draw, height_inches, width, f'{name}-{form}'))}</div>"
+                f"{inline_svg(draw, height_inches, width, f'{name}-{form}')}</div>"
                 for form, width in (("wide", WIDE_INCHES), ("narrow", NARROW_INCHES))
-            )
+            ).replace("<svg ", '<svg aria-hidden="true" focusable="false" ')  # named by the element around it
         except ImportError:
             drawn = f"<p>{_NO_MATPLOTLIB}</p>"
         heading = f'<figcaption><h2 id="{name}">{escape(title)}</h2>{_note(note)}</figcaption>'
@@ -222,8 +222,3 @@ def _pairs(values: Sequence[tuple[str, str]]) -> str:
 
 def _note(note: str) -> str:
     return f'<p class="note">{escape(note)}</p>' if note else ""
-
-
-def _hidden(svg: str) -> str:
-    """Hide the single marks of a plot, whose name and description are on the element around it."""
-    return svg.replace("<svg ", '<svg aria-hidden="true" focusable="false" ', 1)

@@ -38,7 +38,6 @@ def diagnosis(mbit: float, **changes: Any) -> Diagnosis:
 
 def test_a_slow_link_is_exposed_and_compression_pays() -> None:
     slow = diagnosis(20)
-    assert slow.is_exposed
     assert slow.exposed_share > 0.9
     assert not slow.plan.does_nothing
     assert slow.plan.speedup > 3
@@ -47,7 +46,7 @@ def test_a_slow_link_is_exposed_and_compression_pays() -> None:
 
 def test_a_fast_link_is_not_exposed_and_nothing_is_done() -> None:
     fast = diagnosis(50_000, backward_seconds=0.1, alpha=1e-5)
-    assert not fast.is_exposed
+    assert fast.exposed_share <= 0.03
     assert fast.plan.does_nothing
     text = describe(fast)
     assert "\nExposed?             no: 0.0% of a step waits" in text

@@ -50,7 +50,7 @@ class StepRecorder(ScriptWatcher):
         self._tables: frozenset[str] = frozenset()
         self._hook: Unsynchronized | None = None
         self._site = DdpSite()
-        self._left_out: list[str] = []
+        self._left_out: dict[str, None] = {}
         self._steps = how.steps
         self._began = 0.0
 
@@ -72,16 +72,14 @@ class StepRecorder(ScriptWatcher):
             self._watch, self._hook = watch, Unsynchronized(model.module, self.leave_out, watch.take)
             self._site = replace(find_site(), follows_plans=follows_plans(model))
             if dist.get_backend(model.process_group) == "thinwire":
-                self._left_out.append('the word "thinwire" of init_process_group')
+                self._left_out['the word "thinwire" of init_process_group'] = None
             self._on_stage("training steps")
             return self._hook
         return Unsynchronized(model.module, self.leave_out)
 
     def leave_out(self) -> None:
         """Note the line of the script that is running, which does nothing."""
-        line = calling_line()
-        if line not in self._left_out:
-            self._left_out.append(line)
+        self._left_out[calling_line()] = None
 
     @property
     def num_steps(self) -> int:
@@ -100,8 +98,7 @@ class StepRecorder(ScriptWatcher):
         measured = finish(self._lane, self._watch, self._trained, self._tables, self.how, self._on_stage)
         buckets, left_out = tuple(self._hook.buckets), tuple(self._left_out)
         seen = {"others": self.num_models - 1, "left_out": left_out, "scaler": self._watch.boundary.scaler}
-        site = replace(self._site, buckets=buckets, **seen)
-        self.measurement = replace(measured, ddp=site)
+        self.measurement = replace(measured, ddp=replace(self._site, buckets=buckets, **seen))
 
     def close(self) -> None:
         """Close the lane to the other ranks, also after a failed script."""

@@ -50,7 +50,8 @@ def reproducible(
 def _print(result: dict[str, Any], console: Console) -> None:
     cells = [
         [
-            row["method"], str(row["ranks"]), row["digest"], _parting(row["parts_at"]),
+            row["method"], str(row["ranks"]), row["digest"],
+            "step {step}, {parameter}".format_map(at) if (at := row["parts_at"]) else "-",
             f"{row['bits_per_value']:.1f}", f"{row['seconds_median']:.3f}",
         ]
         for row in result["rows"]
@@ -59,7 +60,3 @@ def _print(result: dict[str, Any], console: Console) -> None:
     title = f"{result['job']}, {result['micro_batches']} micro-batches"
     show_table(console, columns, cells, title, texts=columns[:4])
     say(console, "The same bits on all numbers of ranks." if result["same_bits"] else "The bits are not the same.")
-
-
-def _parting(found: dict[str, Any] | None) -> str:
-    return "-" if found is None else f"step {found['step']}, {found['parameter']}"

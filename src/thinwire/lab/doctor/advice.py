@@ -108,8 +108,7 @@ def where_to_paste(advice: Advice, ddp: DdpSite | None) -> str:
 
 def _scaler(advice: Advice, ddp: DdpSite | None) -> str:
     """Return the variable of the scaler whose scale gradients carry, which the memories of compressors need to know."""
-    dense = advice.dense
-    is_lossy = any(group.compressor for group in dense.groups) if isinstance(dense, Plan) else dense not in EXACT
+    is_lossy = any(group.compressor for group in advice.plan.groups) if advice.plan else advice.dense not in EXACT
     return ddp.scaler if ddp is not None and is_lossy else ""
 
 

@@ -158,7 +158,7 @@ class Diagnosis:
     @property
     def failed(self) -> tuple[Confirmed, ...]:
         """The options whose training failed."""
-        return tuple(row for row in self.confirmed if _has_failed(row))
+        return tuple(row for row in self.confirmed if not row.measured_step_seconds and row.name not in self.untried)
 
     @property
     def unproven(self) -> str:
@@ -177,11 +177,6 @@ class Diagnosis:
     def exposed_share(self) -> float:
         """Exposed share of a step of stock DDP."""
         return self.exposed_seconds / self.stock_step_seconds if self.stock_step_seconds else 0.0
-
-    @property
-    def is_exposed(self) -> bool:
-        """Whether backward waits for the network for more than 3 % of a step."""
-        return self.exposed_share > _EXPOSED
 
     @property
     def outer(self) -> OuterOption | None:
@@ -426,13 +421,13 @@ def confirm(diagnosis: Diagnosis, trained: Sequence[Confirmed]) -> Diagnosis:
         for option in diagnosis.options
         if option.name in steps
     ]
-    failed = {row.name for row in trained if _has_failed(row)}
+    seen = replace(diagnosis, confirmed=tuple(trained), error="; ".join(filter(None, doubts)))
+    failed = {row.name for row in seen.failed}
     rest = [
         replace(option, seconds=max(0.0, step_seconds(measurement, option) - other))
         for option in diagnosis.options
         if option.name not in {*steps, *failed}
     ]
-    seen = replace(diagnosis, confirmed=tuple(trained), error="; ".join(filter(None, doubts)))
     timed = replace(measurement, forward_seconds=other, rest_seconds=0.0)
     known = [*options_trained, *(option for option in rest if option.name in seen.untried)]
     best_exact = _best_exact(timed, known)
@@ -451,10 +446,6 @@ def confirm(diagnosis: Diagnosis, trained: Sequence[Confirmed]) -> Diagnosis:
         exposed_seconds=max(0.0, steps[STOCK] - cut * computing),
         better_plan=planned if planned and step_seconds(timed, best) > PLAN_WORTH * planned[1] else None,
     )
-
-
-def _has_failed(row: Confirmed) -> bool:
-    return row.measured_step_seconds is None and not row.failure.startswith(NOT_TRIED)
 
 
 def describe(diagnosis: Diagnosis, plan_path: str | None = None) -> str:
@@ -613,7 +604,7 @@ def _stops(pays: Sequence[bool], pays_at: Callable[[float], bool]) -> float | No
 
 
 def _exposure(diagnosis: Diagnosis) -> str:
-    if diagnosis.is_exposed:
+    if diagnosis.exposed_share > _EXPOSED:
         return f"yes: {diagnosis.exposed_share:.0%} of a step waits for the network"
     hidden = format_seconds(diagnosis.hidden_seconds)
     return f"no: {diagnosis.exposed_share:.1%} of a step waits, and {hidden} of communication hide behind backward"
@@ -661,8 +652,7 @@ def _ranges(diagnosis: Diagnosis) -> list[tuple[str, str]]:
         return []
     pays_here = not _pays(anything, here) or diagnosis.stock_step_seconds > WORTH * diagnosis.best_exact[1]
     exact_beyond = pays_here and (anything is None or (lossy is not None and anything > lossy))
-    rows = [("Compression pays", _range(lossy))]
-    return [*rows, ("An exact way pays", _range(anything))] if exact_beyond else rows
+    return [("Compression pays", _range(lossy)), *([("An exact way pays", _range(anything))] if exact_beyond else [])]
 
 
 def _pays(stops: float | None, mbit: float) -> bool:
@@ -686,8 +676,7 @@ def _advice(diagnosis: Diagnosis, plan_path: str | None) -> list[str]:
     lines = lines if pasted else [f"Do nothing. {why_nothing(diagnosis)}."]
     if diagnosis.is_lossy:
         lines += ["", "It is lossy: compare the loss too, or take the exact way with --compress none."]
-    notes = (note for note in (_rate(diagnosis), _doubt(diagnosis), hint(diagnosis)) if note)
-    lines += [line for note in notes for line in ("", note)]
+    lines += [line for note in (_rate(diagnosis), _doubt(diagnosis), hint(diagnosis)) if note for line in ("", note)]
     return lines + (diagnosis.outer.describe() if diagnosis.outer else [])
 
 

@@ -48,11 +48,10 @@ class LosslessOption:
 
     def describe(self) -> str:
         """Return the verdict in one line."""
-        one, two = self.break_even_mbit
         saved = 1.0 - self.sent_bytes / self.native_bytes if self.native_bytes else 0.0
         share = f"saves {saved:.0%}" if saved > 0 else f"adds {-saved:.0%}"
         times = f"{format_seconds(self.seconds)} instead of {format_seconds(self.native_seconds)} a step"
-        rate = one if self.cores < _TWO_CORES else two
+        rate = self.break_even_mbit[self.cores >= _TWO_CORES]
         below = f"worth it below {format_mbit(rate)}" if rate else "worth it on no link"
         if rate and self.cores < _ONE_CORE:
             below += f" with a core for each rank's code ({self.cores:.1f} here)"

@@ -935,7 +935,7 @@ def _forks(context: RankContext, kind: str) -> None:
     ours.detach()
 
 
-@pytest.mark.few
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", ["plain", "ddp", "loop"])
 def test_a_forked_process_is_told_that_it_has_no_connections_and_the_parent_trains_on(kind: str) -> None:
     run_ranks(_forks, kind, world_size=2, timeout_seconds=60)

@@ -179,7 +179,7 @@ def way() -> dict[str, set[str]]:
     start = text.index("## The way of a gradient")
     sections = re.split(r"^#+ (.*)$", text[start : text.index("\n## ", start + 1)], flags=re.MULTILINE)
     return {
-        heading: set(re.findall(r"[a-z_/]+\.py", section))
+        heading: set(re.findall(r"[a-z_/\d]+\.py", section))
         for heading, section in zip(sections[1::2], sections[2::2], strict=True)
     }
 
@@ -219,8 +219,8 @@ def test_the_picture_numbers_what_the_table_describes() -> None:
     """The same files by the same numbers, each described once."""
     section = DESIGN.read_text().split("## The way of a gradient")[1].split("\n### ")[0]
     drawing, table = section.split("```")[1:3]
-    drawn = re.findall(r"(\d+) +([a-z_/]+\.py)", drawing)
-    described = re.findall(r"^\| (\d+) \| `([a-z_/]+\.py)`", table, flags=re.MULTILINE)
+    drawn = re.findall(r"(\d+) +([a-z_/\d]+\.py)", drawing)
+    described = re.findall(r"^\| (\d+) \| `([a-z_/\d]+\.py)`", table, flags=re.MULTILINE)
     assert [int(number) for number, _ in described] == list(range(1, len(described) + 1))
     assert set(drawn) == set(described)
     assert len(re.findall(r"\.py", drawing)) == len(drawn)

@@ -89,7 +89,7 @@ class _NoCheckpointer:
 class _NoWriter:
     """What a `MemoryWriter` does meanwhile."""
 
-    __init__ = close = _nothing
+    __init__ = close = reset = _nothing
 
     def write_data(self, *args: object) -> Future[list[Any]]:
         done: Future[list[Any]] = Future()

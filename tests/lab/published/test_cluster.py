@@ -101,9 +101,6 @@ def test_what_every_collective_keeps_to(collective: collectives.Collective) -> N
         assert (np.diff(seconds) > 0).all()
         assert collective(ranks, 0.0, link) >= link.alpha
         assert collective(ranks, 1e6, Linear(2 * link.alpha, 2 * link.beta)) == pytest.approx(2 * seconds[3])
-    for ranks, size in ((0, 1.0), (2, -1.0), (2, float("nan")), (2.0, 1.0)):
-        with pytest.raises(ValueError, match=r"rank or more|bytes or more"):
-            collective(ranks, size, link)  # pyrefly: ignore [bad-argument-type]
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8, 13, 64])

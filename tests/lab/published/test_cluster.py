@@ -103,6 +103,25 @@ def test_what_every_collective_keeps_to(collective: collectives.Collective) -> N
         assert collective(ranks, 1e6, Linear(2 * link.alpha, 2 * link.beta)) == pytest.approx(2 * seconds[3])
 
 
+@pytest.mark.parametrize(
+    "collective",
+    [
+        collectives.halving_doubling_all_reduce,
+        collectives.ring_all_gather,
+        collectives.all_gather,
+        collectives.all_to_all,
+        collectives.gather,
+        collectives.broadcast,
+        collectives.reduce,
+    ],
+)
+def test_what_no_collective_can_be_is_refused(collective: collectives.Collective) -> None:
+    """By those of the lectures alone; the others are priced with numbers of ours."""
+    for ranks, size in ((0, 1.0), (2, -1.0), (2, float("nan")), (2.0, 1.0)):
+        with pytest.raises(ValueError, match=r"rank or more|bytes or more"):
+            collective(ranks, size, Linear(2e-5, 3e-9))  # pyrefly: ignore [bad-argument-type]
+
+
 @pytest.mark.parametrize("ranks", [2, 3, 8, 13, 64])
 def test_laws_between_collectives(ranks: int) -> None:
     link, size = Linear(2e-5, 3e-9), 1e6

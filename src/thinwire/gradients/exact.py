@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.futures import Future
 
 from thinwire.comm.channel import Channel, Subject
-from thinwire.comm.hosts import ranks_of_hosts
 from thinwire.comm.lane import Lane
 from thinwire.comm.process_group import ring_all_reduce_bytes, sparse_all_reduce_bytes
 from thinwire.errors import LostPeerError, logger, unknown
@@ -248,7 +247,7 @@ class GradientSync:
         if window is not None:
             sizes = rows.num_rows, rows.width, rows.values.element_size(), sum(unions)
             demand = Demand.of(channel.held, *sizes, self.in_rank_order)
-            window.know(channel.machine(), ranks_of_hosts(channel.exchange.hosts))
+            window.know(channel.machine(), channel.exchange.hosts)
             self._decide_next(group, window, channel, demand)
         return means
 

@@ -15,7 +15,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from thinwire.comm.hosts import Hosts
+from thinwire.comm.hosts import ranks_of_hosts
 from thinwire.comm.machine import Machine
 from thinwire.sums.cost import Demand
 from thinwire.sums.named import DENSE
@@ -40,14 +40,14 @@ class Window:
     choice: Point | None = None
     sizes: deque[Size] = field(default_factory=lambda: deque(maxlen=WINDOW_STEPS))
     _machine: Machine | None = None
-    _hosts: Hosts = ()
+    _host_of_rank: Sequence[int] = ()
     _demands: dict[Size, Demand] = field(default_factory=dict)
     _prices: dict[Size, list[Price]] = field(default_factory=dict)
 
-    def know(self, machine: Machine | None, hosts: Hosts) -> None:
-        """Set the machine and the hosts of the next steps."""
-        if (machine, hosts) != (self._machine, self._hosts):
-            self._machine, self._hosts = machine, hosts
+    def know(self, machine: Machine | None, host_of_rank: Sequence[int]) -> None:
+        """Set the machine and the hosts (`Exchange.hosts`) of the next steps."""
+        if (machine, host_of_rank) != (self._machine, self._host_of_rank):
+            self._machine, self._host_of_rank = machine, host_of_rank
             self._prices.clear()
 
     def observe(self, demand: Demand) -> Point:
@@ -98,7 +98,7 @@ class Window:
 
     def _priced(self, size: Size) -> list[Price]:
         if size not in self._prices:
-            self._prices[size] = offers_of(self._demands[size], self._machine, self._hosts)
+            self._prices[size] = offers_of(self._demands[size], self._machine, ranks_of_hosts(self._host_of_rank))
         return self._prices[size]
 
     def _size(self, demand: Demand) -> Size:

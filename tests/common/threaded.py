@@ -33,6 +33,7 @@ class LoopbackLane:
     exchange: LoopbackExchange
     sequence: int = 0
     is_forked: bool = False
+    is_closed: bool = False
 
     @property
     def rank(self) -> int:

@@ -263,8 +263,7 @@ class Lane:
         """
         future: Future[T] = Future()
         if self.is_closed:
-            why = FORKED if self.is_forked else "ranks exchange nothing after detach(): attach again"
-            future.set_exception(ThinwireError(f"rank {self.global_rank}: {why}"))  # type: ignore[arg-type]
+            future.set_exception(self.refusal())  # type: ignore[arg-type]  # torch annotates it as a result
             return future
         begun: list[Callable[[], object]] = []
         subject = ""
@@ -467,6 +466,11 @@ class Lane:
         if future is not None and self._claims(future):
             self._start_thread(end)
             future.set_exception(error)  # type: ignore[arg-type]
+
+    def refusal(self) -> ThinwireError:
+        """Return the error to raise where something is to be sent after `close`, or in a forked process."""
+        why = FORKED if self.is_forked else "ranks exchange nothing after detach(): attach again"
+        return ThinwireError(f"rank {self.global_rank}: {why}")
 
     def check(self, what: str, cure: str = "") -> None:
         """Raise ThinwireError if the lane was broken off, so that ``what`` cannot be synchronized; by whom if known."""

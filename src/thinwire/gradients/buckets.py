@@ -153,6 +153,7 @@ class Buckets:
     ) -> None:
         self._gradients, self._native, self._collective = sums.gradients, sums.native, sums.collective
         self._compressed = sums.compressed
+        self.may_compress = sums.compressed is not None
         self._lossless = sums.lossless or LosslessSync(sums.gradients.records)  # which takes nothing
         self.has_lossless = sums.lossless is not None  # whether gradients may be summed losslessly
         self.alike = self._lossless.alike or NATIVE  # how all are that are not compressed, if that is one exact sum
@@ -177,6 +178,13 @@ class Buckets:
         name = f"bucket {bucket.index()}"
         self._clock.ready(name)
         return self._start(bucket, name) or self.submit(self._take_apart(bucket), bucket.is_last())
+
+    def ask(self, flag: bool) -> Callable[[], list[float]]:
+        """Start to gather a flag of each rank before the buckets of a step; return what waits for them.
+
+        It returns none where the headers of jobs tell ranks apart, or nothing does, as on NCCL.
+        """
+        return list if self._native is None or self._native.is_own else self._native.ask(flag)
 
     def submit(self, contents: Contents, is_last: bool = False) -> Pending:
         """Submit a bucket that is already split into its parts, like `add`."""
@@ -224,6 +232,18 @@ class Buckets:
             self.flush()
         return future
 
+    def start_left(self, table: str, gradient: Tensor, name: str) -> Future[Tensor] | None:
+        """Start torch's own sum of a sparse gradient beside the lane; None where it travels otherwise in this step."""
+        if self._native is None or self._native.is_own or not self._staging.is_host or not self.leaves(table):
+            return None
+        return self._native.start_sparse(table, gradient, self._clock.submit(Load(name)))
+
+    def count_left(self, means: Sequence[Tensor]) -> None:
+        """Count the bytes of all sparse gradients of a step that `start_left` summed."""
+        if self._native is not None and means:
+            summed = sum(mean._indices().nbytes + mean._values().nbytes for mean in means)
+            self._native.count_rows(summed, len(means))
+
     def _start(self, bucket: dist.GradBucket, name: str) -> Pending | None:
         """All-reduce a bucket that travels as a whole, beside the lane; None for any other, and by a model's own group.
 
@@ -233,12 +253,10 @@ class Buckets:
             return None
         buffer = bucket.buffer()
         if buffer.is_sparse:
-            table = self._names[id(bucket.parameters()[0])]
-            if not self._gradients.leaves(table):
-                return None
-            if bucket.is_last():
+            pending = self.start_left(self._names[id(bucket.parameters()[0])], buffer, name)
+            if pending is not None and bucket.is_last():
                 self.flush()
-            return self._native.start_sparse(table, buffer, self._clock.submit(Load(name)))
+            return pending
         if self._tables or self._compressed is not None:
             return None
         if self._lossless.alike is None or self.goes_lossless(name, [Other(name, buffer, self.alike)]):

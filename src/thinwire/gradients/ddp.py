@@ -6,7 +6,6 @@ and is only watched: a hook in Python costs, even if it does no more than DDP do
 one machine cost 7.7 ms by torch's own `allreduce_hook`, and 5.8 ms without one.
 """
 
-import math
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -27,14 +26,12 @@ from torch.utils.hooks import RemovableHandle
 from thinwire.comm.c10d import never_compiled
 from thinwire.comm.groups import let_go
 from thinwire.comm.lane import Lane
-from thinwire.comm.process_group import sparse_all_reduce_bytes
 from thinwire.errors import ThinwireError, warn
 from thinwire.gradients import torch_internals as internals
 from thinwire.gradients.buckets import Buckets, Pending
 from thinwire.gradients.exact import NativeAllReduce
 from thinwire.gradients.module import synchronized_parameters
 from thinwire.gradients.tables import sparse_tables_of
-from thinwire.sums.cost import DENSIFICATION_EXPONENT
 
 Groups = tuple[tuple[str, ...], ...]
 
@@ -260,6 +257,8 @@ class Plug:
     """Whether `before_forward` has anything to do."""
     is_timed = True
     """Whether somebody wants to know when the forward of the model has ended."""
+    plays_stock = False
+    """Whether stock sums embedding tables until a trial shows that something else is faster."""
 
     def __init__(self) -> None:
         self._accumulates = False
@@ -294,6 +293,9 @@ class Plug:
 
     def observe(self, who: str, does: bool) -> None:
         """Let somebody on this rank see each bucket from now on, or, from the end of a step on, no more."""
+
+    def see(self, why: str, does: bool, for_long: bool) -> None:
+        """See the buckets of the next steps for a reason of all ranks, or not any more: for long, or in a trial."""
 
     def reset(self) -> None:
         """Forget a backward that was not completed."""
@@ -507,6 +509,8 @@ class LeftToDdp(_PlugOfDdp):
         ValueError: another communication hook is registered.
     """
 
+    plays_stock = True
+
     def __init__(
         self,
         model: DistributedDataParallel,
@@ -544,7 +548,6 @@ class LeftToDdp(_PlugOfDdp):
             self._settle()
 
     def see(self, why: str, does: bool, for_long: bool) -> None:
-        """See the buckets of the next steps for a reason of all ranks, or not any more: for long, or in a trial."""
         (self._reasons.add if does else self._reasons.discard)(why)
         self._has_hook |= does
         self._settle()
@@ -635,13 +638,7 @@ class LeftToDdp(_PlugOfDdp):
                 self._row_bytes += gradient._nnz() * row_bytes
 
     def _count_rows(self, steps: int) -> None:
-        """Count torch's all-reduces of sparse gradients, of which only the rows of sums are known: an estimate.
-
-        Each rank is taken to hold what `DENSIFICATION_EXPONENT` says that such a sum is made of.
-        """
-        size = self._native.process_group.size()
-        held = math.ceil(self._row_bytes / steps / size**DENSIFICATION_EXPONENT)
-        self._native.count_moved(sparse_all_reduce_bytes([1] * size, 0, held - 8, len(self._sparse)))  # one long row
+        self._native.count_rows(self._row_bytes / steps, len(self._sparse))
         self._row_bytes = 0
 
     def reset(self) -> None:

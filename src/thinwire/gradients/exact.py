@@ -5,6 +5,7 @@ Dense gradients are sent as stock DDP sends them, by the all-reduce of a process
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +25,7 @@ from thinwire.errors import LostPeerError, logger, unknown
 from thinwire.gradients.tables import TableGradient, by_dtype, share, stack, unstack
 from thinwire.observe.step import JobTimes, ParameterRecords, enabled, show
 from thinwire.rows.sparse import SparseRows
-from thinwire.sums.cost import Demand, expected_bytes
+from thinwire.sums.cost import DENSIFICATION_EXPONENT, Demand, expected_bytes
 from thinwire.sums.named import AUTO, DENSE, name_of, resolve
 from thinwire.sums.scheme import Scheme, Unit
 from thinwire.sums.synchronize import agree, dense_all_reduce, placed, synchronize
@@ -457,6 +458,7 @@ class NativeAllReduce:
         self.process_group, self.is_own = process_group, is_own
         self.account = account
         self._moved_bytes = 0
+        self._asked_bytes = 0  # setup, as other agreements are
         self._jobs: list[JobTimes] = []
 
     def start(self, gradients: Sequence[Tensor]) -> tuple[Started, ...]:
@@ -509,9 +511,31 @@ class NativeAllReduce:
         work.get_future().add_done_callback(end)
         return future
 
+    def ask(self, flag: bool) -> Callable[[], list[float]]:
+        """Start to gather a flag of each rank; return a function that waits for them, as `Started.wait` does."""
+        flags = torch.zeros(self.process_group.size())
+        flags[self.process_group.rank()] = float(flag)
+        work = dist.all_reduce(flags, group=self.process_group, async_op=True)
+        assert work is not None, "hooks run on ranks of the group"
+        self._asked_bytes += ring_all_reduce_bytes(flags.nbytes, len(flags))
+        started = Started(work, self._lost)
+        return lambda: started.wait() or flags.tolist()
+
     def count(self, num_bytes: int) -> None:
         """Count an all-reduce of a tensor of ``num_bytes``; `finish_step` adds it to the statistics."""
         self.count_moved(ring_all_reduce_bytes(num_bytes, self.process_group.size()))
+
+    def count_rows(self, summed_bytes: float, num_tables: int) -> None:
+        """Count torch's all-reduces of sparse gradients, of which only the rows of sums are known: an estimate.
+
+        Each rank is taken to hold what `DENSIFICATION_EXPONENT` says that such a sum is made of.
+
+        Args:
+            summed_bytes: bytes of ids and rows of all sums of a step.
+        """
+        size = self.process_group.size()
+        held = math.ceil(summed_bytes / size**DENSIFICATION_EXPONENT)
+        self.count_moved(sparse_all_reduce_bytes([1] * size, 0, held - 8, num_tables))  # one long row
 
     def count_moved(self, num_bytes: int) -> None:
         """Count bytes that this rank sends in a sum of another kind."""
@@ -529,6 +553,10 @@ class NativeAllReduce:
             record = self.account.records.book(OTHERS, "all-reduce", scheme, "dense")
             record.add(steps * moved, moved, steps * moved)
             lane.exchange.count_all_reduce(steps * moved)
+        if self._asked_bytes:
+            with lane.setting_up():
+                lane.exchange.count_all_reduce(self._asked_bytes)
+            self._asked_bytes = 0
         jobs, self._jobs = self._jobs, []
         until = 0.0
         for job in jobs:  # one after the other: the next one begins when the last one has ended

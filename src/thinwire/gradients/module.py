@@ -29,6 +29,9 @@ INSIDE_DDP = (
 )
 
 
+_ORDINARY = (Tensor, nn.Parameter)
+
+
 def module_of(model: nn.Module) -> nn.Module:
     """Return the module that a model trains: that inside DDP, or the model itself."""
     return model.module if isinstance(model, DistributedDataParallel) else model
@@ -236,7 +239,7 @@ def check_mesh(model: nn.Module, group: dist.ProcessGroup, excluded: Container[s
 
 
 def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
-    return is_any(tensor, "torch.distributed.tensor", "DTensor")
+    return type(tensor) not in _ORDINARY and is_any(tensor, "torch.distributed.tensor", "DTensor")
 
 
 def local_of(tensor: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.futures import Future
 from torch.utils.hooks import RemovableHandle
 
@@ -18,14 +19,14 @@ from thinwire.comm.c10d import never_compiled
 from thinwire.comm.channel import Subject
 from thinwire.comm.lane import Lane
 from thinwire.comm.process_group import lost_peer
-from thinwire.errors import CorruptMessageError, ThinwireError
-from thinwire.gradients.buckets import Buckets, Contents, as_real
+from thinwire.errors import CorruptMessageError, MismatchError, ThinwireError
+from thinwire.gradients.buckets import Buckets, Contents, Pending, as_real
 from thinwire.gradients.ddp import Plug
 from thinwire.gradients.lossless import Other
 from thinwire.gradients.module import is_dtensor, like, local_of
 from thinwire.gradients.passes import EARLY_STEP
 from thinwire.gradients.tables import LookupRows, TableGradient, sparse_tables_of
-from thinwire.gradients.torch_internals import hooks_after, version
+from thinwire.gradients.torch_internals import graph_task, hooks_after, version
 from thinwire.observe.step import Clock
 
 FIRST_GROUP_BYTES = 1024 * 1024
@@ -136,21 +137,28 @@ class _Pass:
 
     Args:
         ready: indices in the order of becoming ready.
+        missing: number of gradients of each group that are not ready.
+        task: number of autograd's pass that the last gradient came from.
         waits: whether all is submitted at its end, because re-entrant checkpointing runs passes inside of it, or hooks
             of others edit gradients after they were added.
         stand_ins: zeros for parameters that have no gradient on this rank; their means, later.
         sparse: futures of means of sparse gradients.
-        flat: gradients that are summed as one tensor, and behind them one element each: whether a rank has it.
+        left: indices of those that torch's own all-reduce sums.
+        flat: indices of gradients that are summed as one tensor, and the parts of that: the gradients, and one element
+            for each: whether a rank has it.
         apart: indices of gradients synchronized by themselves, in place: of tables, and compressed ones.
         odd: this rank's number of sparse dimensions, for each gradient for which the ranks agreed on another number.
     """
 
     ready: dict[int, None] = field(default_factory=dict)
+    missing: list[int] = field(default_factory=list)
+    task: int = -1
     submitted: int = 0
     waits: bool = False
     stand_ins: dict[int, Tensor] = field(default_factory=dict)
     sparse: list[tuple[int, Future[Tensor]]] = field(default_factory=list)
-    flat: list[tuple[Sequence[int], Tensor]] = field(default_factory=list)
+    left: list[int] = field(default_factory=list)
+    flat: list[tuple[Sequence[int], Sequence[Tensor]]] = field(default_factory=list)
     apart: list[int] = field(default_factory=list)
     odd: dict[int, int] = field(default_factory=dict)
 
@@ -211,7 +219,9 @@ class ParameterHooks(Plug):
         self._pass = _Pass()
         self._thawed = self._trains = self._unfrozen()
         self._is_left = False  # whether local passes have left gradients
+        self._nodes: dict[int, object] = {}  # those that accumulate gradients, which keep their hooks while they live
         self._versions: list[int] = []  # of the parameters, when the running pass began
+        self._changes: Callable[[], list[float]] = list  # waits for which ranks have changed what is trained
         self.regroup(planned)
         self._handles = [
             _hooked(entry.parameter, self._after_accumulation(index)) for index, entry in enumerate(trained)
@@ -269,14 +279,18 @@ class ParameterHooks(Plug):
         self._buckets.flush()
         return time.perf_counter() - self._buckets.take_blocked_seconds()
 
+    def take_in_flight(self) -> Sequence[Pending]:
+        self._check_changes()
+        return super().take_in_flight()
+
     def deliver(self) -> None:
         """Store the results of all futures, when they are done, and agree on the order after the first pass."""
         done, self._pass, self._is_left = self._pass, _Pass(), False
-        for index in done.ready:
-            self._check_untouched(index)
+        self._check_untouched(done.ready)
         means = {index: future.value() for index, future in done.sparse}
-        for indices, flat in done.flat:
-            self._deliver_flat(done, indices, flat)
+        self._buckets.count_left([means[index] for index in done.left])
+        for indices, parts in done.flat:
+            self._deliver_flat(done, indices, *parts)
         for index in done.apart:
             gradient = self.trained[index].parameter.grad
             assert index in done.stand_ins or gradient is not None, "it was there when it was submitted"
@@ -292,8 +306,8 @@ class ParameterHooks(Plug):
         if not self._is_ordered and self._handles:
             self._agree_on_order(done)
 
-    def _deliver_flat(self, done: _Pass, indices: Sequence[int], flat: Tensor) -> None:
-        *means, ones = flat.split([*(self.trained[index].local.numel() for index in indices), len(indices)])
+    def _deliver_flat(self, done: _Pass, indices: Sequence[int], *parts: Tensor) -> None:
+        *means, ones = parts
         used = ones.tolist() if not done.stand_ins.keys().isdisjoint(indices) else ()  # a device is waited for
         for number, (index, mean) in enumerate(zip(indices, means, strict=True)):
             parameter = self.trained[index].parameter
@@ -351,7 +365,7 @@ class ParameterHooks(Plug):
 
     def reset(self) -> None:
         """Forget a backward that was not completed. Its gradients stay in ``grad``, as they do without thinwire."""
-        self._pass = _Pass()
+        self._pass, self._changes = _Pass(), list
 
     def adopt(self, tables: Sequence[nn.Parameter]) -> None:
         """Let these parameters travel as rows from the next pass on; on all ranks, and between two passes."""
@@ -383,90 +397,112 @@ class ParameterHooks(Plug):
                 )
             if hooks.trained[index].is_table:
                 hooks._lookups.settle(parameter)
-            hooks._is_left |= not hooks.synchronizes
-            if hooks.synchronizes and parameter.requires_grad:  # else frozen since the forward, without a gradient
+            if not hooks.synchronizes:
+                hooks._is_left = True
+            elif parameter.requires_grad:  # else frozen since the forward, without a gradient
                 hooks._add(index)
 
         return hook
 
     def _add(self, index: int) -> None:
-        self._begin()
-        if not self._pass.ready:
-            self._start()
-        self._clock.ready(self.trained[index].name)
-        self._check_untouched(index)
-        _lay_out(self.trained[index].parameter)
-        if self._group_of[index] < self._pass.submitted:
+        if not self._pass.ready or graph_task() != self._pass.task:
+            self._begin()  # forgets a pass that an exception broke off
+            if not self._pass.ready:
+                self._start()
+            self._pass.task = graph_task()
+            self._pass.waits = self._pass.waits or self.sends_at_end or self._is_nested()
+        now, entry, number = self._pass, self.trained[index], self._group_of[index]
+        self._clock.ready(entry.name)
+        _lay_out(entry.parameter)
+        if number < now.submitted:
             raise ThinwireError(
-                f"parameter {self.trained[index].name!r} got a gradient twice in one backward, and the first is on its"
-                " way already: with re-entrant checkpointing pass use_reentrant=False"
+                f"parameter {entry.name!r} got a gradient twice in one backward, and the first is on its way already:"
+                " with re-entrant checkpointing pass use_reentrant=False"
             )
-        self._pass.ready[index] = None
-        self._pass.waits = self._pass.waits or self.sends_at_end or self._is_nested() or self._is_edited_later(index)
-        while not self._pass.waits and self._has_next():
+        now.missing[number] -= index not in now.ready
+        now.ready[index] = None
+        now.waits = now.waits or self._is_edited_later(index)
+        # In nested passes it is unknown until the end whether all of a group are ready.
+        while not now.waits and now.submitted < len(self.groups) and not now.missing[now.submitted]:
             self._submit()
 
     def _is_edited_later(self, index: int) -> bool:
         """Return whether other hooks run after the one that adds the gradient, which the lane must not read yet."""
         parameter = self.trained[index].parameter
+        if index not in self._nodes:  # without a reference autograd makes a new one in each step
+            self._nodes[index] = get_gradient_edge(parameter).node
         after = hooks_after(parameter) or {}
-        is_last = not after or next(reversed(after)) == self._handles[index].id
-        return not is_last or self._lookups.hooks_on_node(parameter) > 1
-
-    def _has_next(self) -> bool:
-        """Return whether all gradients of the next group are ready. In nested passes that is unknown until the end."""
-        number = self._pass.submitted
-        return number < len(self.groups) and all(index in self._pass.ready for index in self.groups[number])
+        is_last = len(after) < 2 or next(reversed(after)) == self._handles[index].id
+        return not is_last or self._lookups.hooks_on_node(parameter) > 0
 
     def _start(self) -> None:
         """Begin a pass: agree on which parameters get gradients, if that has changed since the last one.
 
         What has been frozen since then travels once more where passes of `no_sync` may have left gradients of it.
         """
+        if self._lane.is_closed:
+            raise self._lane.refusal()
         self._versions = [version(entry.parameter) for entry in self.trained]
         before, self._trains = self._trains, self._unfrozen()
         thawed = self._trains
+        self._changes = self._buckets.ask(before != thawed)
         if before != thawed:
-            frozen = [entry.name for entry, trains in zip(self.trained, thawed, strict=True) if not trains]
-            subject = Subject("which parameters are trained", f"all but {frozen}")
+            self._check_changes()
+            subject = Subject(_WHAT_IS_TRAINED, f"all but {self._frozen()}")
             are_left = self._lane.submit(lambda lane: lane.channel(subject).gather_numbers([self._is_left])).wait()
             if [1.0] in are_left:
                 thawed = [now or then for now, then in zip(thawed, before, strict=True)]
         if thawed != self._thawed:
             self._thawed, self._is_ordered = thawed, False
             self.regroup(self._planned)
+        self._pass.missing = list(map(len, self.groups))
+
+    def _check_changes(self) -> None:
+        """Raise if ranks have frozen or unfrozen parameters, and others have not: they send other groups."""
+        changes, self._changes = self._changes, list
+        flags = changes()
+        if len(set(flags)) > 1:
+            ranks = [self._lane.exchange.global_ranks[number] for number, flag in enumerate(flags) if flag]
+            raise MismatchError(
+                f"{_WHAT_IS_TRAINED} has changed on ranks {ranks} alone since the last backward; rank"
+                f" {self._lane.global_rank} trains all but {self._frozen()}: freeze and unfreeze the same on all ranks"
+            )
+
+    def _frozen(self) -> list[str]:
+        return [entry.name for entry, trains in zip(self.trained, self._trains, strict=True) if not trains]
 
     def _unfrozen(self) -> list[bool]:
         return [entry.parameter.requires_grad for entry in self.trained]
 
-    def _check_untouched(self, index: int) -> None:
+    def _check_untouched(self, indices: Iterable[int]) -> None:
         """Raise if an optimizer consumed a gradient before it was sent: the models of ranks would diverge."""
-        parameter = self.trained[index].parameter
-        hooks = len(hooks_after(parameter) or ())
-        is_written = version(parameter) != self._versions[index] and hooks > 1
-        if parameter.grad is None or is_written:
-            raise ThinwireError(EARLY_STEP.format(f"parameter {self.trained[index].name!r}"))
+        for index in indices:
+            entry = self.trained[index]
+            is_written = version(entry.parameter) != self._versions[index]
+            if entry.parameter.grad is None or (is_written and len(hooks_after(entry.parameter) or ()) > 1):
+                raise ThinwireError(EARLY_STEP.format(f"parameter {entry.name!r}"))
 
     def _submit(self) -> None:
         number = self._pass.submitted
         self._pass.submitted += 1
         indices = self.groups[number]
+        self._check_untouched(index for index in indices if index in self._pass.ready)
         gradients = [self._gradient(index) for index in indices]
-        if self.trained[indices[0]].is_sparse:
-            table = TableGradient(self.trained[indices[0]].name, gradients[0])
-            contents = Contents(gradients[0], (table,), name=f"group {number}")
+        if not self.trained[indices[0]].is_sparse:
+            self.in_flight.append(self._buckets.submit(self._contents(number, indices, gradients)))
+            return
+        table, name = TableGradient(self.trained[indices[0]].name, gradients[0]), f"group {number}"
+        pending: Pending | None = self._buckets.start_left(table.name, table.gradient, name)
+        if pending is not None:
+            self._pass.left.append(indices[0])
         else:
-            contents = self._contents(number, indices, gradients)
-        pending = self._buckets.submit(contents)
+            pending = self._buckets.submit(Contents(gradients[0], (table,), name=name))
         self.in_flight.append(pending)
-        if self.trained[indices[0]].is_sparse:
-            self._pass.sparse.append((indices[0], pending if isinstance(pending, Future) else pending.future()))
+        self._pass.sparse.append((indices[0], pending if isinstance(pending, Future) else pending.future()))
 
     def _gradient(self, index: int) -> Tensor:
         """Return the gradient of this and earlier passes, or zeros for a parameter that was not used."""
         entry = self.trained[index]
-        if index in self._pass.ready:
-            self._check_untouched(index)
         if entry.parameter.grad is not None:
             gradient = local_of(entry.parameter.grad.detach())
             own = gradient.sparse_dim() if gradient.is_sparse else 0
@@ -481,7 +517,7 @@ class ParameterHooks(Plug):
 
     def _contents(self, number: int, indices: Sequence[int], gradients: Sequence[Tensor]) -> Contents:
         """Return a group's parts. Summed gradients are copied into one tensor of each dtype, and back in `deliver`."""
-        tables, compressed = [], []
+        tables, compressed, compresses = [], [], self._buckets.may_compress
         rest: dict[tuple[torch.dtype, str], list[tuple[int, Tensor]]] = {}
         for index, gradient in zip(indices, gradients, strict=True):
             entry = self.trained[index]
@@ -489,17 +525,19 @@ class ParameterHooks(Plug):
                 touched = _NO_IDS if index in self._pass.stand_ins else self._lookups.take(entry.parameter)
                 tables.append(TableGradient(entry.name, self._lookups.matrix(entry.parameter, gradient), touched))
                 self._pass.apart.append(index)
-            elif self._buckets.compresses(entry.name):
+            elif compresses and self._buckets.compresses(entry.name):
                 compressed.append((entry.name, gradient))
                 self._pass.apart.append(index)
             else:
-                self._buckets.release(entry.name, gradient)
-                how = self._buckets.how(entry.name)
+                if compresses:
+                    self._buckets.release(entry.name, gradient)
+                how = self._buckets.how(entry.name) if self._buckets.has_lossless else self._buckets.alike
                 rest.setdefault((gradient.dtype, how), []).append((index, gradient))
         others = []
         for (dtype, how), pairs in rest.items():
             flat = self._flattened(pairs)
-            self._pass.flat.append(([index for index, _ in pairs], flat))
+            sizes = [gradient.numel() for _, gradient in pairs]
+            self._pass.flat.append(([index for index, _ in pairs], flat.split([*sizes, len(pairs)])))
             name = f"{len(pairs)} parameters of {dtype} in gradient group {number}"
             others.append(Other(name, as_real(flat), how))
         buffer = others[0].gradient if others else gradients[0]  # of the device, or its future orders no stream
@@ -561,6 +599,7 @@ def trained_parameters(module: nn.Module, lookups: LookupRows, names: Mapping[in
 
 
 _NO_IDS = torch.empty(0, dtype=torch.int64)
+_WHAT_IS_TRAINED = "which parameters are trained"
 
 
 def _hooked(parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> RemovableHandle:

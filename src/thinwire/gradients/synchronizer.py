@@ -171,7 +171,7 @@ class Synchronizer(Attached):
         self._tables = table_names(self._module, self._names)
         sends_rows, scatters = self._tables or self._of_rows, self._lossless is not None and self._lossless.scatters
         needs_kernels = sends_rows or scatters or methods.has(LOSSLESS) or self._compressed is not None
-        if needs_kernels and not (self._is_left_to_ddp or isinstance(self._plug, Alone)):
+        if needs_kernels and not (self._is_left or isinstance(self._plug, Alone)):
             self._lane.submit(partial(_warm_up, self._staging))  # while the first forward runs
         choice = begin(self._tables) if begin is not None and self._tables else None
         adopt = None
@@ -486,15 +486,13 @@ class Synchronizer(Attached):
     def _make_native(self, group: dist.ProcessGroup) -> NativeAllReduce | None:
         """Return the all-reduce beside the lane, or None where jobs of the lane do it.
 
-        They do where jobs have to be timed, for gradients of a GPU that the group does not take, and on the CPU for
-        plain modules: their ranks may freeze or use different parameters, which only the lane's headers reveal.
+        They do where jobs have to be timed, and for gradients of a GPU that the group does not take.
         """
         is_own, on_host = is_native(group, self._device), self._device.type == "cpu"
         stays = not on_host or self._inner.world_size == 1
         if is_own or (self._is_left_to_ddp and (stays or keeps_buckets(self._model))):
             return NativeAllReduce(group, self._gradients, self._inner.lost_to, is_own)
-        is_alike = isinstance(self._model, DistributedDataParallel) or self._sharding is not None
-        if not on_host or self._intent is not None or not is_alike:
+        if not on_host or self._intent is not None:
             return None
         is_sparse = self._sharding is None and bool(sparse_tables_of(self._module))  # FSDP's go through that group, too
         return NativeAllReduce(self._inner.native_group(is_sparse), self._gradients, self._inner.lost_to)
@@ -517,21 +515,27 @@ class Synchronizer(Attached):
     @property
     def _is_left_to_ddp(self) -> bool:
         """Whether there is nothing to gain over stock DDP."""
+        return isinstance(self._model, DistributedDataParallel) and self._is_left
+
+    @property
+    def _is_left(self) -> bool:
+        """Whether gradients are summed as stock DDP sums them until a trial shows that something else is faster."""
         is_exact = self._compressed is None and self._intent is None and not self._methods.has(LOSSLESS)
-        if not isinstance(self._model, DistributedDataParallel) or not is_exact:
+        if self._sharding is not None or not is_exact:
             return False
         return self._plays_stock or not table_names(self._module, self._names)
 
     @property
     def _plays_stock(self) -> bool:
-        """Whether stock DDP sums tables until a trial shows that something else is faster.
+        """Whether stock sums tables until a trial shows that something else is faster.
 
         It does not where its bits would depend on a clock, where its waiting cannot be seen, as on a GPU, where torch
         has no sum of sparse values of sixteen bits, or none beside others of a group that DDP keeps, and where the
         environment says how tables travel.
         """
         is_free = self._gradients.scheme == AUTO and not self._gradients.in_rank_order and self._route == AUTO
-        can_sum = all(w.dtype.itemsize >= 4 and not keeps_buckets(self._model) for w in sparse_tables_of(self._module))
+        is_kept = isinstance(self._model, DistributedDataParallel) and keeps_buckets(self._model)
+        can_sum = all(w.dtype.itemsize >= 4 and not is_kept for w in sparse_tables_of(self._module))
         is_host = self._staging.is_host and self._lane.world_size > 1
         return is_free and can_sum and is_host
 
@@ -544,7 +548,7 @@ class Synchronizer(Attached):
         others = {id(parameter) for parameter in self._module.parameters()} - rows
         is_alone = self._lane.world_size == 1 and self._compressed is None and self._intent is None
         watched = nn.Module() if is_alone else self._module
-        self._lookups = LookupRows(watched, others, is_called=not is_ddp, waits=self._is_left_to_ddp)
+        self._lookups = LookupRows(watched, others, is_called=not is_ddp, waits=self._is_left)
         self._buckets = buckets = Buckets(sums, self._lookups, self._names, self._inner, self._staging, self._clock)
         if is_alone:
             return Alone(self._model)
@@ -571,7 +575,9 @@ class Synchronizer(Attached):
                     tables.append((of_group, buckets if lane is self._inner else self._beside(one, lane), lane))
                 how = count, weak(self._passes.reduces), tables, self._hung, guard.broke_off
                 return ShardedHooks(self._sharding, self._queues(buckets), *how, *rest)
-            return ParameterHooks(trained, buckets, self._lookups, self._lane, begin, self._clock, groups, is_nested)
+            hooks = ParameterHooks(trained, buckets, self._lookups, self._lane, begin, self._clock, groups, is_nested)
+            hooks.plays_stock = self._is_left and self._plays_stock
+            return hooks
         except Exception:
             self._lookups.remove()
             raise
@@ -640,8 +646,7 @@ class Synchronizer(Attached):
             assert lossless is not None
             lossless.turn(dtypes)
             lane.codes_values = bool(dtypes) or lossless.is_asked_for
-            if isinstance(plug, LeftToDdp):
-                plug.see(CODES, bool(dtypes), stands)
+            plug.see(CODES, bool(dtypes), stands)
 
         links: Callable[[], Sequence[Machine]] = tuple
         if self._native is not None and self._native.is_own:
@@ -680,7 +685,7 @@ def _adopt_tables(
         rows.adopt(found)
     elif found and begin is not None:
         return begin(found)
-    elif found and isinstance(plug, LeftToDdp):
+    elif found:
         plug.see(ROWS, True, True)
     return rows
 

@@ -21,6 +21,7 @@ from fnmatch import fnmatchcase
 from functools import cached_property, partial
 from itertools import accumulate, pairwise
 from math import gcd
+from types import NoneType
 from typing import Any, NoReturn
 from weakref import ref
 
@@ -163,7 +164,7 @@ class LookupRows:
         self._known: dict[int, _Lookup] = {}
         self._handles: list[RemovableHandle] = []
         self._folding: set[int] = set()  # parameters with a hook that folds
-        self._probes: dict[int, RemovableHandle] = {}  # see `hooks_on_node`
+        self._hooks_of_nodes: dict[int, Callable[[], Any]] = {}  # weak references, see `hooks_on_node`
         self._search: RemovableHandle | None = None
         self._module = weakref.ref(module)
         tables = [one for one in module.modules() if _has_dense_gradient(one) and id(_weight_of(one)) not in compressed]
@@ -231,9 +232,9 @@ class LookupRows:
 
     def remove(self) -> None:
         """Remove all hooks from the module."""
-        for handle in (*self._handles, *self._probes.values()):
+        for handle in self._handles:
             handle.remove()
-        for kept in (self._handles, self._probes, self._folding, self._pending, self._known):
+        for kept in (self._handles, self._hooks_of_nodes, self._folding, self._pending, self._known):
             kept.clear()
 
     def _before_forward(self, module: nn.Module, args: tuple[object, ...]) -> None:
@@ -338,17 +339,19 @@ class LookupRows:
         """Return whether other hooks could edit the gradient, before or after thinwire's."""
         before, after = len(hooks_before(parameter) or ()), len(hooks_after(parameter) or ())
         own = id(parameter) in self._folding
-        return bool(after != 1 or before != own or self.hooks_on_node(parameter) != 1)
+        return bool(after != 1 or before != own or self.hooks_on_node(parameter))
 
     def hooks_on_node(self, parameter: Tensor) -> int:
-        """Return the number of hooks on the node that accumulates the gradient, including one of ours as a probe.
+        """Return the number of hooks on the node that accumulates the gradient.
 
-        The node lives as long as anything holds it, such as DDP or an object that registered a hook on it.
+        The node lives as long as anything holds it, such as DDP or an object that registered a hook on it. Its hooks
+        are in one dictionary, which the first one that is registered makes, and which stays when that is removed.
         """
-        probe = self._probes.get(id(parameter))
-        hooks = None if probe is None else probe.hooks_dict_ref()
+        hooks = self._hooks_of_nodes.get(id(parameter), NoneType)()
         if hooks is None:
-            probe = self._probes[id(parameter)] = get_gradient_edge(parameter).node.register_hook(_nothing)
+            probe = get_gradient_edge(parameter).node.register_hook(_nothing)
+            self._hooks_of_nodes[id(parameter)] = probe.hooks_dict_ref
+            probe.remove()
             hooks = probe.hooks_dict_ref()
         return len(hooks or ())
 

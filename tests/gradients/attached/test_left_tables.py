@@ -40,6 +40,8 @@ ROWS, WIDTH = 3000, 8
 MOST_ADDED_CALLS = 47
 """Largest number of calls of Python that a step left to DDP makes beside stock's, whether a trial has decided or
 watches: 44 by torch 2.13, of which 9 are torch's own around hooks."""
+MOST_CALLS_OF_A_PARAMETER = 21
+"""Largest number of calls of Python in a step for a parameter of a plain module."""
 LIMIT_SECONDS = 15.0  # for what otherwise takes the timeout of 60 s
 
 
@@ -221,12 +223,13 @@ def test_a_trial_in_which_rows_are_faster_keeps_them(by_module: bool) -> None:
 
 
 class Skips(nn.Module):
-    """A table with a dense gradient, and a layer that some ranks skip in some steps."""
+    """A table, and a layer that some ranks skip in some steps."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_sparse: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.table, self.skipped, self.over = nn.Embedding(ROWS, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+        self.table = nn.Embedding(ROWS, WIDTH, sparse=is_sparse)
+        self.skipped, self.over = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
 
     def forward(self, ids: Tensor, skips: bool) -> Tensor:
         found = self.table(ids)
@@ -503,6 +506,48 @@ def test_before_stock_has_waited_nothing_is_hooked_and_nothing_is_measured(by_mo
         assert outcome.value == {"dense.weight"}
 
 
+def _plain(context: RankContext, is_sparse: bool, rows: float) -> tuple[list[bool], list[str]]:
+    """Whether the table of a plain module went as rows in each step, and how it is summed in the end."""
+    exact.ROUTE_VARIABLE = "UNSET"
+    note, seconds, went = Trial.note, {trials.STOCK: 1.0, trials.ROWS: rows}, []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trial, "note", lambda trial, *_: note(trial, seconds.get(trial.arm, 9.0), 1.0))
+        module, alone = Skips(is_sparse), Skips(is_sparse)
+        sync = thinwire.attach(module)
+        for step in range(60):
+            went.append(not sync._gradients.is_stock)
+            ids = torch.randint(ROWS, (50,), generator=torch.Generator().manual_seed(1000 * context.rank + step))
+            for model in (module, alone):
+                model.zero_grad()
+                model(ids, step % 3 == 0 or (context.rank + step) % 2 == 0).backward()
+            for mine, own in zip(module.parameters(), alone.parameters(), strict=True):
+                used = torch.tensor(float(own.grad is not None))
+                mean = torch.zeros_like(own) if own.grad is None else own.grad.to_dense() / context.world_size
+                dist.all_reduce(used)
+                dist.all_reduce(mean)
+                assert (mine.grad is None) == (used == 0)
+                if mine.grad is not None:
+                    torch.testing.assert_close(mine.grad.to_dense(), mean)
+            assert module.table.weight.grad.is_sparse == is_sparse
+        rows_of_table = [row for row in sync.table() if row["name"] == "table.weight"]
+        assert sum(int(row["total_bytes"]) for row in sync.table()) == sync.stats()["comm/bytes_sent"]
+        sync.detach()
+    return went, [str(row["scheme"]) for row in rows_of_table]
+
+
+@pytest.mark.parametrize("is_sparse", [False, True])
+@pytest.mark.parametrize("rows", [3.2, 0.2])
+def test_stock_plays_for_a_plain_module(is_sparse: bool, rows: float) -> None:
+    outcomes = run_ranks(_plain, is_sparse, rows, world_size=2, timeout_seconds=60)
+    first, second = [outcome.value for outcome in outcomes]
+    assert first == second
+    went, schemes = first
+    assert not any(went[:3])
+    assert any(went)
+    assert went[-1] == (rows < 1.0)
+    assert rows < 1.0 or schemes == ["native"]
+
+
 def _with_nothing_to_gain(kind: str, size: int) -> nn.Module:
     """Return a small model on a fast network, of so many layers or tables."""
     layers = nn.Sequential(*[nn.Linear(4, 4) for _ in range(2 if "table" in kind else size)])
@@ -567,6 +612,8 @@ def test_a_model_with_nothing_to_gain_loads_no_kernels_and_has_no_hook_in_its_bu
         assert loads == []
         if kind not in ("plain module", "FSDP2"):
             assert small == large <= MOST_ADDED_CALLS, (small, large)
+        elif kind == "plain module":
+            assert large - small <= MOST_CALLS_OF_A_PARAMETER * 2 * (26 - 3), (small, large)
 
 
 def _keeps_its_gradient(context: RankContext) -> list[bool]:

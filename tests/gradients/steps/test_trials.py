@@ -9,7 +9,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from thinwire.errors import ThinwireError, raising
-from thinwire.gradients.ddp import ROWS, LeftToDdp
+from thinwire.gradients.ddp import ROWS, LeftToDdp, Plug
 from thinwire.gradients.exact import GradientSync
 from thinwire.gradients.steps import state as states
 from thinwire.gradients.steps.trials import STOCK, RowsChoice
@@ -19,7 +19,7 @@ def choice(has_stock: bool, world_size: int = 2) -> tuple[RowsChoice, Any]:
     """Return a choice on rank 0 of some, all of which say the same, and what sums its tables."""
     lane: Any = MagicMock(world_size=world_size, rank=0)
     lane.agree = lambda what, numbers: [list(numbers)] * world_size
-    plug, gradients = MagicMock(spec=LeftToDdp) if has_stock else object(), MagicMock()
+    plug, gradients = MagicMock(spec=LeftToDdp, plays_stock=True) if has_stock else Plug(), MagicMock()
     gradients.rivals.return_value = "", []
     return RowsChoice(lane, gradients, plug, MagicMock(), ["table"], lambda: None), gradients
 
@@ -49,7 +49,7 @@ def test_a_table_says_by_what_steps_rows_won_beside_their_price() -> None:
 def test_a_decision_is_taken_over_by_as_many_ranks_where_it_is_an_option(
     standing: str, left: int, has_stock: bool, world_size: int
 ) -> None:
-    """A run that was DDP may go on as a plain module, or on other ranks, and watches again."""
+    """A run that had stock may go on without it, as under another environment, or on other ranks."""
     before, _ = choice(has_stock=True)
     state = {**before.state_dict(), "standing": standing, "left": left, "steps": 700}
     resumed, gradients = choice(has_stock, world_size)

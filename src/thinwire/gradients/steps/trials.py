@@ -5,7 +5,7 @@ from typing import Any
 
 from thinwire.comm.lane import Lane
 from thinwire.errors import logger
-from thinwire.gradients.ddp import ROWS, LeftToDdp
+from thinwire.gradients.ddp import ROWS, Plug
 from thinwire.gradients.exact import GradientSync
 from thinwire.gradients.tables import LookupRows, weak
 from thinwire.tune.playing import SETUP_SECONDS, Playing
@@ -25,7 +25,7 @@ class RowsChoice:
     Args:
         lane: the lane of all ranks.
         gradients: sums tables.
-        plug: the plug of the model; stock is an arm where that is a `LeftToDdp`.
+        plug: the plug of the model, which says whether stock is an arm.
         lookups: the watcher of lookups, which stock does not need.
         names: the tables.
         warm_up: loads the kernels; called before the first sum of rows that follows sums of stock.
@@ -35,14 +35,14 @@ class RowsChoice:
         self,
         lane: Lane,
         gradients: GradientSync,
-        plug: object,
+        plug: Plug,
         lookups: LookupRows,
         names: Sequence[str],
         warm_up: Callable[[], object],
     ) -> None:
         self._lane, self._gradients, self._lookups, self._warm_up = lane, gradients, lookups, warm_up
         self._names = list(names)
-        self._plug = plug if isinstance(plug, LeftToDdp) else None
+        self._plug = plug if plug.plays_stock else None
         arms = [STOCK, ROWS] if self._plug is not None else [ROWS]
         self.trial = Trial(arms, SETUP_SECONDS if self._plug is not None else 0.0)
         self._offers: set[tuple[str, ...]] = set()

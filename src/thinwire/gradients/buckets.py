@@ -170,6 +170,7 @@ class Buckets:
         self._waiting: list[tuple[Contents, Future[Tensor]]] = []
         self._waiting_bytes = 0
         self._collected: list[_Collected] = []
+        self._left: list[Future[Tensor]] = []
         self._blocked_seconds = 0.0
         self._formed: dict[int, tuple[str, ...]] = {}
 
@@ -236,13 +237,15 @@ class Buckets:
         """Start torch's own sum of a sparse gradient beside the lane; None where it travels otherwise in this step."""
         if self._native is None or self._native.is_own or not self._staging.is_host or not self.leaves(table):
             return None
-        return self._native.start_sparse(table, gradient, self._clock.submit(Load(name)))
+        self._left.append(self._native.start_sparse(table, gradient, self._clock.submit(Load(name))))
+        return self._left[-1]
 
-    def count_left(self, means: Sequence[Tensor]) -> None:
-        """Count the bytes of all sparse gradients of a step that `start_left` summed."""
-        if self._native is not None and means:
-            summed = sum(mean._indices().nbytes + mean._values().nbytes for mean in means)
-            self._native.count_rows(summed, len(means))
+    def count_left(self) -> None:
+        """Count the bytes of the sparse gradients of a step that torch has summed, when all of them are known."""
+        left, self._left = self._left, []
+        if left and self._native is not None:
+            means = [future.value() for future in left]
+            self._native.count_rows(sum(mean._indices().nbytes + mean._values().nbytes for mean in means), len(means))
 
     def _start(self, bucket: dist.GradBucket, name: str) -> Pending | None:
         """All-reduce a bucket that travels as a whole, beside the lane; None for any other, and by a model's own group.

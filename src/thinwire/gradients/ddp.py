@@ -449,6 +449,7 @@ class DdpPlug(_PlugOfDdp):
 
         DDP leaves the gradient of a parameter alone that no rank used, but a part of its memory was sent.
         """
+        self._buckets.count_left()
         remembered, self._remembered = self._remembered, []
         for parameter, mean in remembered:
             if parameter.grad is not None:
@@ -625,9 +626,6 @@ class LeftToDdp(_PlugOfDdp):
         return self._seen.finish()
 
     def deliver(self) -> None:
-        if ROWS not in self._reasons:
-            self._note_rows()
-            self._count_rows(1)
         self._is_reached = False
         self._seen.deliver()
         self._settle()

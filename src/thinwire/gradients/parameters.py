@@ -143,7 +143,6 @@ class _Pass:
             of others edit gradients after they were added.
         stand_ins: zeros for parameters that have no gradient on this rank; their means, later.
         sparse: futures of means of sparse gradients.
-        left: indices of those that torch's own all-reduce sums.
         flat: indices of gradients that are summed as one tensor, and the parts of that: the gradients, and one element
             for each: whether a rank has it.
         apart: indices of gradients synchronized by themselves, in place: of tables, and compressed ones.
@@ -157,7 +156,6 @@ class _Pass:
     waits: bool = False
     stand_ins: dict[int, Tensor] = field(default_factory=dict)
     sparse: list[tuple[int, Future[Tensor]]] = field(default_factory=list)
-    left: list[int] = field(default_factory=list)
     flat: list[tuple[Sequence[int], Sequence[Tensor]]] = field(default_factory=list)
     apart: list[int] = field(default_factory=list)
     odd: dict[int, int] = field(default_factory=dict)
@@ -288,7 +286,7 @@ class ParameterHooks(Plug):
         done, self._pass, self._is_left = self._pass, _Pass(), False
         self._check_untouched(done.ready)
         means = {index: future.value() for index, future in done.sparse}
-        self._buckets.count_left([means[index] for index in done.left])
+        self._buckets.count_left()
         for indices, parts in done.flat:
             self._deliver_flat(done, indices, *parts)
         for index in done.apart:
@@ -493,10 +491,7 @@ class ParameterHooks(Plug):
             return
         table, name = TableGradient(self.trained[indices[0]].name, gradients[0]), f"group {number}"
         pending: Pending | None = self._buckets.start_left(table.name, table.gradient, name)
-        if pending is not None:
-            self._pass.left.append(indices[0])
-        else:
-            pending = self._buckets.submit(Contents(gradients[0], (table,), name=name))
+        pending = pending or self._buckets.submit(Contents(gradients[0], (table,), name=name))
         self.in_flight.append(pending)
         self._pass.sparse.append((indices[0], pending if isinstance(pending, Future) else pending.future()))
 

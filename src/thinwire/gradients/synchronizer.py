@@ -514,8 +514,13 @@ class Synchronizer(Attached):
 
     @property
     def _is_left_to_ddp(self) -> bool:
-        """Whether there is nothing to gain over stock DDP."""
-        return isinstance(self._model, DistributedDataParallel) and self._is_left
+        """Whether stock DDP does everything, without a hook of ours, as long as there is nothing to gain over it.
+
+        It does not where its sums of sparse gradients would go through a group that it keeps, which runs two at a time.
+        """
+        if not isinstance(self._model, DistributedDataParallel) or not self._is_left:
+            return False
+        return not (keeps_buckets(self._model) and sparse_tables_of(self._module))
 
     @property
     def _is_left(self) -> bool:
@@ -530,12 +535,10 @@ class Synchronizer(Attached):
         """Whether stock sums tables until a trial shows that something else is faster.
 
         It does not where its bits would depend on a clock, where its waiting cannot be seen, as on a GPU, where torch
-        has no sum of sparse values of sixteen bits, or none beside others of a group that DDP keeps, and where the
-        environment says how tables travel.
+        has no sum of sparse values of sixteen bits, and where the environment says how tables travel.
         """
         is_free = self._gradients.scheme == AUTO and not self._gradients.in_rank_order and self._route == AUTO
-        is_kept = isinstance(self._model, DistributedDataParallel) and keeps_buckets(self._model)
-        can_sum = all(w.dtype.itemsize >= 4 and not is_kept for w in sparse_tables_of(self._module))
+        can_sum = all(weight.dtype.itemsize >= 4 for weight in sparse_tables_of(self._module))
         is_host = self._staging.is_host and self._lane.world_size > 1
         return is_free and can_sum and is_host
 
@@ -556,7 +559,9 @@ class Synchronizer(Attached):
         try:
             if isinstance(self._model, DistributedDataParallel):
                 if not self._is_left_to_ddp:
-                    return DdpPlug(self._model, buckets, begin)
+                    plug = DdpPlug(self._model, buckets, begin)
+                    plug.plays_stock = self._is_left and self._plays_stock
+                    return plug
                 assert self._native is not None
                 hooked = partial(DdpPlug, buckets=buckets, begin=begin)
                 return LeftToDdp(self._model, self._native, self._lane, weak(self._passes.begin), hooked)

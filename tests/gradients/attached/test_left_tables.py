@@ -445,7 +445,6 @@ def _threads(context: RankContext) -> list[tuple[list[int], list[tuple[int, str]
 
 def test_torch_sums_sparse_gradients_one_after_the_other() -> None:
     """Two threads of Gloo write the names of their collectives to one string, whose memory both free if it is long."""
-    dense = [(turn, "allreduce") for turn in (0, 1, 0)]
     step = [(turn, "allreduce") for turn in (0, 1)]  # a table, and the rest
     turns = [*step, (0, "broadcast"), (1, "broadcast"), *step, *step]  # of rebuilt buckets
     for outcome in run_ranks(_threads, world_size=2, timeout_seconds=60):
@@ -453,7 +452,7 @@ def test_torch_sums_sparse_gradients_one_after_the_other() -> None:
             ([1, 1], turns, True),
             ([2], [], True),
             ([1, 1], turns, False),
-            ([1, 1], dense, False),  # with find_unused_parameters tables are not torch's
+            ([1, 1], 3 * step, False),  # by a hook: with find_unused_parameters DDP's own go through its group
         ]
 
 
@@ -506,18 +505,19 @@ def test_before_stock_has_waited_nothing_is_hooked_and_nothing_is_measured(by_mo
         assert outcome.value == {"dense.weight"}
 
 
-def _plain(context: RankContext, is_sparse: bool, rows: float) -> tuple[list[bool], list[str]]:
-    """Whether the table of a plain module went as rows in each step, and how it is summed in the end."""
+def _hooked(context: RankContext, is_ddp: bool, is_sparse: bool, rows: float) -> tuple[list[bool], list[str]]:
+    """Whether the table of a model with hooks went as rows in each step, and how it is summed in the end."""
     exact.ROUTE_VARIABLE = "UNSET"
     note, seconds, went = Trial.note, {trials.STOCK: 1.0, trials.ROWS: rows}, []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Trial, "note", lambda trial, *_: note(trial, seconds.get(trial.arm, 9.0), 1.0))
         module, alone = Skips(is_sparse), Skips(is_sparse)
-        sync = thinwire.attach(module)
+        wrapped = DistributedDataParallel(module, find_unused_parameters=True) if is_ddp else module
+        sync = thinwire.attach(wrapped)
         for step in range(60):
             went.append(not sync._gradients.is_stock)
             ids = torch.randint(ROWS, (50,), generator=torch.Generator().manual_seed(1000 * context.rank + step))
-            for model in (module, alone):
+            for model in (wrapped, alone):
                 model.zero_grad()
                 model(ids, step % 3 == 0 or (context.rank + step) % 2 == 0).backward()
             for mine, own in zip(module.parameters(), alone.parameters(), strict=True):
@@ -535,10 +535,11 @@ def _plain(context: RankContext, is_sparse: bool, rows: float) -> tuple[list[boo
     return went, [str(row["scheme"]) for row in rows_of_table]
 
 
-@pytest.mark.parametrize("is_sparse", [False, True])
 @pytest.mark.parametrize("rows", [3.2, 0.2])
-def test_stock_plays_for_a_plain_module(is_sparse: bool, rows: float) -> None:
-    outcomes = run_ranks(_plain, is_sparse, rows, world_size=2, timeout_seconds=60)
+@pytest.mark.parametrize(("is_ddp", "is_sparse"), [(False, False), (False, True), (True, True)])
+def test_stock_plays_where_hooks_stay(is_ddp: bool, is_sparse: bool, rows: float) -> None:
+    """In a plain module, and where torch's sums of sparse gradients would race in a group that DDP keeps."""
+    outcomes = run_ranks(_hooked, is_ddp, is_sparse, rows, world_size=2, timeout_seconds=60)
     first, second = [outcome.value for outcome in outcomes]
     assert first == second
     went, schemes = first

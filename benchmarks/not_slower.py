@@ -29,7 +29,9 @@ above, and anything else is not resolved by so many rounds.
 Calls are those of Python in a step on the training thread. On loopback, ranks that train one model only, by stock or
 thinwire, say what attach and the first 200 steps add to memory, and take of the processors, whichever thread takes it.
 Tables of the jobs named ``..._dense`` have dense gradients, and those of the others are ``sparse=True``; the model of
-``torch_transformer`` is one of torch's own tests. Links other than "none" need network namespaces.
+``torch_transformer`` is one of torch's own tests. ``mlp_plain`` and the like attach the plain module instead of DDP, and
+``table_unused`` and the like have all three look for unused parameters. Links other than "none" need network
+namespaces.
 """
 
 from __future__ import annotations
@@ -238,6 +240,8 @@ class Training:
     """A model in training, by stock DDP or by thinwire."""
 
     def __init__(self, name: str, rank: int, is_attached: bool) -> None:
+        is_plain, finds_unused = is_attached and name.endswith("_plain"), name.endswith("_unused")
+        name = name.removesuffix("_plain").removesuffix("_unused")
         self.job = JOBS[name.removesuffix("_dense")]
         os.environ["THINWIRE_ROUTE"] = "auto"  # as in any training; ranks of emulated hosts have rows at once
         torch.sparse.check_sparse_tensor_invariants.disable()
@@ -245,7 +249,8 @@ class Training:
         # Stock DDPs with sparse gradients damage the heap, see torch_sparse_crash.py, several on one Gloo group most
         # often: 3 of 4 runs of 2,500 steps on 4 ranks ended by SIGSEGV or SIGABRT (torch 2.13, nothing of thinwire).
         model = self.job.model(not name.endswith("_dense"))
-        self.model = DistributedDataParallel(model, init_sync=False, process_group=dist.new_group())
+        ddp = partial(DistributedDataParallel, init_sync=False, find_unused_parameters=finds_unused)
+        self.model = model if is_plain else ddp(model, process_group=dist.new_group())
         self.optimizer = self.job.optimizer(self.model.parameters())
         self.data = torch.Generator().manual_seed(rank)
         self.sync = thinwire.attach(self.model) if is_attached else None

@@ -336,10 +336,11 @@ class Buckets:
         if collected:
             self._sum(collected)
 
-    def take_blocked_seconds(self) -> float:
-        """Return the seconds of sums on the calling thread since the last call."""
+    def finish(self) -> float:
+        """Submit what waits; return when computing ended (`time.perf_counter`), sums on the calling thread left out."""
+        self.flush()
         seconds, self._blocked_seconds = self._blocked_seconds, 0.0
-        return seconds
+        return time.perf_counter() - seconds
 
     def _sum(self, collected: Sequence[_Collected]) -> None:
         """Sum all collected tables at once, on this thread, and complete the futures of their buckets."""

@@ -441,8 +441,7 @@ class DdpPlug(_PlugOfDdp):
         install(model, self._on_bucket)
 
     def finish(self) -> float:
-        self._buckets.flush()
-        return time.perf_counter() - self._buckets.take_blocked_seconds()
+        return self._buckets.finish()
 
     def deliver(self) -> None:
         """Store means that DDP may leave out, and warn of unfrozen parameters, which it ignores if built before.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -274,8 +273,7 @@ class ParameterHooks(Plug):
             self._start()
         while self._pass.submitted < len(self.groups):
             self._submit()
-        self._buckets.flush()
-        return time.perf_counter() - self._buckets.take_blocked_seconds()
+        return self._buckets.finish()
 
     def take_in_flight(self) -> Sequence[Pending]:
         self._check_changes()

@@ -124,7 +124,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         if self._heartbeat is not None:
             ending.callback(self._heartbeat.close)
         ending.callback(own.destroy)
-        ending.callback(registration.close)
+        ending.callback(registration.close, for_good=True)
         if self._tier is not None:
             ending.callback(self._tier.close, _EXIT_SECONDS)
         ending.callback(self._pacer.close)

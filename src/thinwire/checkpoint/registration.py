@@ -118,7 +118,7 @@ class Registration:
         self._commons: list[tuple[int, int]] = []
         self.client: HolderClient | None = None
         self.failure: Exception | None = None
-        self.registered = False
+        self.registered = self._is_over = False
         self._room = (0, 0)  # bytes of a payload and of a layout
         self._attempt = -1
         self.holders: list[str] = []
@@ -247,10 +247,13 @@ class Registration:
                 self.client, self.failure = self._connect(), None
             except (ThinwireError, ValueError, OSError) as error:
                 self.failure = error
+        if self._is_over:  # `close` came meanwhile, in another thread
+            self.close()
 
-    def close(self) -> None:
-        """Close the connection, also to a holder that is gone; not collective."""
-        self.registered = False
+    def close(self, for_good: bool = False) -> None:
+        """Close the connection, also to a holder that is gone; ``for_good``: `reconnect` keeps none any more. Not
+        collective."""
+        self.registered, self._is_over = False, self._is_over or for_good
         client, self.client = self.client, None
         if client is not None:
             client.close()

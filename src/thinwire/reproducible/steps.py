@@ -119,6 +119,8 @@ class Steps:
         check_every: int | None = None,
     ) -> None:
         first, end = (steps.start, steps.stop) if isinstance(steps, range) else (0, steps)
+        if isinstance(steps, range) and steps.step != 1:
+            raise ValueError(f"steps is {steps}: none is left out, so pass range({first}, {end})")
         for name, value, least, most in (
             ("micro_batches", micro_batches, 1, MOST_ADDED),
             ("steps", end, 1, 1 << 62),

@@ -513,7 +513,7 @@ class LeftToDdp(_PlugOfDdp):
         native: NativeAllReduce,
         lane: Lane,
         begin: Callable[[], object],
-        hooked: Callable[[DistributedDataParallel], DdpPlug],
+        hooked: Callable[[DistributedDataParallel], Plug],
     ) -> None:
         check_free(model)
         super().__init__(model)
@@ -649,6 +649,7 @@ class LeftToDdp(_PlugOfDdp):
         self._seen.reset()
 
     def remove(self) -> None:
+        self._hooked = lambda model: _NOBODY  # whoever wants to see buckets from now on
         self._remove_hooks()
         self._seen.remove()
         self._use_group(self._model.process_group)

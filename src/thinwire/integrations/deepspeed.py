@@ -142,6 +142,6 @@ def attach(engine: Any, **options: Any) -> EngineSync:
     engine.enable_backward_allreduce = False
     try:
         return EngineSync(engine, attach_model(engine.module, **options))
-    except Exception:
+    except BaseException:  # Ctrl-C, too
         engine.enable_backward_allreduce = True
         raise

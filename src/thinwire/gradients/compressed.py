@@ -526,6 +526,8 @@ class CompressedSync:
             for result in means if scale != 1.0 else ():
                 result.mean.mul_(scale)
             for gradient, result in zip((*(gradient for _, gradient in gradients), *riders), results, strict=True):
+                if gradient.dtype == torch.float16 and self._scaler is None:  # which would skip the step
+                    result.mean.clamp_(torch.finfo(gradient.dtype).min, torch.finfo(gradient.dtype).max)
                 gradient.copy_(result.mean)
         dense = self.statistics.ring_bytes(riders)  # as if riders had a ring of their own
         if riders:

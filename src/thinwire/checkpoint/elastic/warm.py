@@ -82,7 +82,7 @@ def _serve(listener: socket.socket) -> tuple[dict[str, Any], list[int], socket.s
                     _send(connection, {"status": status})
                 continue
             connection, _ = listener.accept()
-            files, pid = list[int](), -1
+            content, files, pid = dict[str, Any](), list[int](), -1
             try:
                 connection.settimeout(_REQUEST_SECONDS)
                 content, files = _receive(connection, 3)

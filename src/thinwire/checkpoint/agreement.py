@@ -203,8 +203,7 @@ class Agreement:
             self._offer(0)
             return self._skip(step, "no slot is free on all ranks: older versions are still on their way")
         self._persisting = step if due else None
-        writer = self._slot(step)
-        if writer is None:
+        if (writer := self._slot(step)) is None:
             return self._stay_away(step, -stride)
         return Turn("", writer, False, -stride, coded=bool(coded), compares=not self.divergence.is_off)
 

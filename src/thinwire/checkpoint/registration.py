@@ -165,8 +165,7 @@ class Registration:
         copies = holders_of(self.holders, self.replicas, self._domains)  # or an error: too few machines
         on_all(self.group, lambda: self._call(copies), ValueError)
         labels = dict(zip(self.holders, self._domains or self.holders, strict=True))
-        sharing = sorted({held[0] for held in copies if len({labels[holder] for holder in held}) < len(held)})
-        if sharing:
+        if sharing := sorted({held[0] for held in copies if len({labels[holder] for holder in held}) < len(held)}):
             self._warn(
                 "two copies of one shard are in one failure domain, whose loss would cost both, for the hosts"
                 f" {', '.join(sharing[:8])}{' and more' * (len(sharing) > 8)}: spread the job over more domains"
@@ -221,8 +220,7 @@ class Registration:
         for rank, each in enumerate(gathered):
             if each["names"] != gathered[0]["names"]:
                 raise ValueError(f"rank {rank} has another run_id, or another model or other parts, than rank 0")
-        failed = [f"rank {rank}: {each['error']}" for rank, each in enumerate(gathered) if not each["address"]]
-        if failed:
+        if failed := [f"rank {rank}: {each['error']}" for rank, each in enumerate(gathered) if not each["address"]]:
             raise ValueError("; ".join(failed[:4]))
         self.holders = [each["address"] for each in gathered]
         labels = [each["domain"] or each["address"] for each in gathered]

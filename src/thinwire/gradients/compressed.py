@@ -464,8 +464,7 @@ class CompressedSync:
         opening = traffic.sent_bytes - before
         others = others if coded is None else coded(channel, tensors=others)
         is_riding = finite and any(isinstance(self.plans[name].reduction, AllReduce) for name, _ in gradients)
-        alone = [other for other in others if not (is_riding and can_ride(other))]
-        if alone:
+        if alone := [other for other in others if not (is_riding and can_ride(other))]:
             with self._stopwatch.phase(Phase.EXCHANGE):
                 self.statistics.average(channel, alone)
         if finite:

@@ -662,8 +662,7 @@ class LeftToDdp(_PlugOfDdp):
     @never_compiled
     def _on_gradient(weak: "weakref.ref[LeftToDdp]", parameter: Tensor | None = None) -> None:
         """Queue `begin` before DDP's callback, which waits for its buckets; `begin` queues another behind that."""
-        left = weak()
-        if left is not None and not left._is_reached and left.synchronizes:
+        if (left := weak()) is not None and not left._is_reached and left.synchronizes:
             left._is_reached = True
             internals.at_end_of_backward(left._begin)
 

@@ -33,6 +33,7 @@ from thinwire import outer
 from thinwire.comm.lane import Lane
 from thinwire.errors import LostPeerError, ThinwireError, raising
 from thinwire.gradients import synchronizer
+from thinwire.gradients import torch_internals as internals
 from thinwire.integrations.attachment import Attachment
 from thinwire.lab.testbed.launch import RankContext, run_ranks
 
@@ -308,6 +309,26 @@ def _once(sync: thinwire.Synchronizer, model: nn.Module) -> None:
 
 def test_what_needs_other_ranks_raises_after_detach() -> None:
     run_ranks(_after_detach, world_size=2, timeout_seconds=30)
+
+
+def _watches_after_detach(context: RankContext) -> None:
+    model = made("dense ddp")
+    assert isinstance(model, DistributedDataParallel)
+    sync = thinwire.attach(model)
+    train(model, context.rank, 1)
+    sync.detach()
+    busy: list[float] = []
+    sync.watch_lane(lambda started, ended: busy.append(ended))
+    with sync.trace() as trace:
+        assert is_same_on_all_ranks(train(model, context.rank))
+    assert not internals.comm_hooks(model)
+    assert not busy
+    assert not trace.events
+
+
+def test_who_watches_after_detach_sees_nothing_and_puts_no_hook_on_the_model() -> None:
+    """DDP calls a hook for life, so the model would not have been stock again."""
+    run_ranks(_watches_after_detach, world_size=2, timeout_seconds=30)
 
 
 def _inside(context: RankContext) -> None:

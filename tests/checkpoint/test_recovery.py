@@ -6,6 +6,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -41,6 +42,16 @@ def test_a_shard_whose_part_in_common_nobody_has_is_none(mesh: DeviceMesh) -> No
     common = replace(version(-1, 9), digest="c" * 16)
     (stored,) = foreign_steps({"a:1": [*own, common]}, "run", "this")
     assert list(gather_layouts(stored, asking)) == [0, 1]
+
+
+@pytest.mark.parametrize("text", [b"{}", b"no JSON", b"\xff"])
+def test_a_layout_that_cannot_be_parsed_is_left_out(mesh: DeviceMesh, text: bytes) -> None:
+    """A restore ended on all ranks with it, also where another step, or the disk, could be restored."""
+    read = StateLayout(None, (), 0, {"world_size": 2, "state": "s"}).to_bytes()
+    client = SimpleNamespace(layout=lambda version, source: text if version.shard.owner else read)
+    asking: Any = SimpleNamespace(client=client, here="b:1", holders=["b:1"], is_first=True, group=dist.group.WORLD)
+    (stored,) = foreign_steps({"a:1": [version(0, 9), version(1, 9)]}, "run", "this")
+    assert gather_layouts(stored, asking) == {0: StateLayout.from_bytes(read)}
 
 
 def test_only_all_shards_of_the_same_state_are_a_state() -> None:

@@ -10,9 +10,12 @@ from random import Random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from holders import placed_at
+from thinwire.checkpoint import Checkpointer, Storage
 from thinwire.checkpoint.choice import choose
+from thinwire.checkpoint.holder.client import HolderClient
 from thinwire.checkpoint.holder.slots import SlotSize
 from thinwire.checkpoint.holder.store import Assignment, Holding, Shard, Store
 from thinwire.checkpoint.holder.version import Manifest, ShardId, Version, next_attempt
@@ -251,3 +254,21 @@ def test_what_is_kept_once_outlives_what_its_copies_would(
     assert all((common is not None) == once for common in result)
     assert all(common.members == sum((hosts[rank], groups[rank]) == (hosts[other], groups[other]) for other in range(4))
                for rank, common in enumerate(result) if common is not None)  # fmt: skip
+
+
+def test_a_reconnect_that_comes_through_after_the_end_leaves_no_lease(alone: None, socket: str) -> None:
+    """It runs in the background, as a paused holder answers late: the next job of that name was refused the run."""
+    checkpointer = Checkpointer(nn.Linear(2, 2), storage=Storage("run", 1, holder_socket=socket))
+    registration = checkpointer._registration
+    connect, made = registration._connect, list[HolderClient]()
+
+    def connect_late() -> HolderClient:
+        made.append(connect())
+        checkpointer.close()
+        return made[0]
+
+    registration.close()  # the holder was lost
+    registration._connect = connect_late  # type: ignore[method-assign,assignment]
+    registration.reconnect()
+    assert registration.client is None
+    assert [client.is_closed for client in made] == [True]

@@ -396,6 +396,20 @@ def test_other_dtypes_are_worked_on_in_their_working_dtype(dtype: torch.dtype) -
         assert torch.equal(means[0][name], means[1][name])
 
 
+@pytest.mark.parametrize("scaler", [None, Scaler()])
+def test_memories_beyond_float16_make_no_gradient_infinite_without_a_scaler(scaler: Scaler | None) -> None:
+    """With one they do: it skips the step, takes a smaller scale, and memories stay as they were."""
+
+    def run(network: LoopbackExchange) -> list[dict[str, Tensor]]:
+        job = Job(network, compress.top_k(0.5), dtype=torch.float16, scaler=scaler)
+        gradients = {name: torch.full_like(one, 40000.0) for name, one in job.gradients(0).items()}
+        return [job.step(copied(gradients)) for _ in range(2)]
+
+    for _, means in on_ranks(2, run):
+        largest = max(float(mean.max()) for name, mean in means.items() if name.endswith("weight"))
+        assert largest == (65504.0 if scaler is None else float("inf"))
+
+
 @pytest.mark.parametrize("exchange", ["auto", "two_shot", "zen"])
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_the_account_adds_up(exchange: str, world_size: int) -> None:

@@ -7,9 +7,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
+from thinwire.integrations import deepspeed
 
 ROOT = Path(__file__).parents[2]
 
@@ -67,3 +70,20 @@ def test_what_an_engine_reduces_by_itself_is_refused(result: dict[str, Any]) -> 
         assert engine == module
         assert "thinwire.integrations.deepspeed.attach(engine)" in engine
         assert "only stage 0 can be attached" in sharded
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_an_engine_reduces_by_itself_again_after_an_attach_that_ended(
+    monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    """After Ctrl-C ranks of a notebook would have trained on without any sums."""
+
+    def end(*_: object, **__: object) -> None:
+        assert not engine.enable_backward_allreduce
+        raise error
+
+    engine = SimpleNamespace(zero_optimization_stage=lambda: 0, module=None, enable_backward_allreduce=True)
+    monkeypatch.setattr(deepspeed, "attach_model", end)
+    with pytest.raises(error):
+        deepspeed.attach(engine)
+    assert engine.enable_backward_allreduce

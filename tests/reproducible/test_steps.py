@@ -194,6 +194,8 @@ def test_state_that_forward_writes_is_refused_by_name() -> None:
         ({"check_every": 0}, "check_every is 0"),
         ({"threads": True}, "threads is True"),
         ({"steps": range(3, 2)}, "the first of steps is 3: pass a number from 0 to 2"),
+        ({"steps": range(0, 10, 2)}, r"steps is range\(0, 10, 2\): none is left out, so pass range\(0, 10\)"),
+        ({"steps": range(10, 0, -1)}, r"steps is range\(10, 0, -1\): none is left out, so pass range\(10, 0\)"),
     ],
 )
 def test_numbers_out_of_range_are_refused(options: dict[str, Any], text: str) -> None:

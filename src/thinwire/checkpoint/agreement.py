@@ -203,8 +203,7 @@ class Agreement:
             self._offer(0)
             return self._skip(step, "no slot is free on all ranks: older versions are still on their way")
         self._persisting = step if due else None
-        writer = self._slot(step)
-        if writer is None:
+        if (writer := self._slot(step)) is None:
             return self._stay_away(step, -stride)
         return Turn("", writer, False, -stride, coded=bool(coded), compares=not self.divergence.is_off)
 
@@ -312,14 +311,12 @@ class Agreement:
 
     def grant(self, num_bytes: int) -> None:
         """Grant bytes to the holder, on the pacer's thread."""
-        client = self._registration.client
-        if client is not None:
+        if (client := self._registration.client) is not None:
             client.grant(num_bytes)
 
     def revoke(self) -> int:
         """Revoke what was granted and not sent, and return the bytes left of the last offer; on the pacer's thread."""
-        client = self._registration.client
-        if client is None:
+        if (client := self._registration.client) is None:
             return 0
         client.revoke()
         status = client.status()
@@ -401,8 +398,7 @@ class Agreement:
 
     def _offer(self, num_bytes: int) -> None:
         """Have a version, and pending bytes of earlier ones, sent in the gaps of the network."""
-        client = self._registration.client
-        if client is None or not self._registration.peers:
+        if (client := self._registration.client) is None or not self._registration.peers:
             return
         total = int(self.status.get("bytes_pending", 0)) + num_bytes * len(self._registration.peers)
         self._offered_until = int(self.status.get("bytes_sent", 0)) + total

@@ -124,7 +124,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         if self._heartbeat is not None:
             ending.callback(self._heartbeat.close)
         ending.callback(own.destroy)
-        ending.callback(registration.close)
+        ending.callback(registration.close, for_good=True)
         if self._tier is not None:
             ending.callback(self._tier.close, _EXIT_SECONDS)
         ending.callback(self._pacer.close)
@@ -219,8 +219,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         self._restorer.remember(self._agreement.keep)
         newest, reason = max(self._agreement.keep, self._first), cycle.broken or cycle.records.last_reason
         spread = max(self._pacer.iterations_needed, self._governor.every)
-        old = self._alarm.check(cycle.step, newest, spread)
-        if old:
+        if old := self._alarm.check(cycle.step, newest, spread):
             self._notices.add(f"{old}: {reason}")
         self._notices.deliver(stacklevel=2)
         age, most = cycle.step - newest, self._policy.max_age_steps

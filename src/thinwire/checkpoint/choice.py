@@ -92,8 +92,7 @@ def choose(
             texts = ["parameters or optimizer states of ranks differ"] if stored.certified is False else []
         if texts:
             passed[attempt, step] = f"step {step} of attempt {attempt:x}: {', '.join(texts)}"
-    result = preferred(whole, lambda stored: stored.certified if compares else None)
-    if result is None:
+    if (result := preferred(whole, lambda stored: stored.certified if compares else None)) is None:
         return Choice(None, reasons=_shortened(reasons + list(passed.values())))
     reasons += [text for order, text in passed.items() if order > (result.attempt, result.step)]
     sources = _sources(result.copies, holders, placed or {})

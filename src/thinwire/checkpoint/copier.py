@@ -317,8 +317,7 @@ class Copier:
         self, device: torch.device, numbers: Sequence[int], encoded: Encoded, waiting: set[int]
     ) -> tuple[SlotStaging, list[tuple[int, Tensor]], DeviceEvent]:
         """Tensors that cannot wait are copied into one on the device first: of many small ones a clone each is slow."""
-        staging = self._stagings.get(device)
-        if staging is None:
+        if (staging := self._stagings.get(device)) is None:
             staging = self._stagings[device] = self._staging_for(device)
         now = [number for number in numbers if number not in waiting]
         flat = [_bytes(encoded.tensors[number]) for number in now]

@@ -196,8 +196,7 @@ class Cycle:
         self._needed.set()
         if turn is not None:
             with contextlib.suppress(*FAILURES):
-                writer = turn.result().writer
-                if writer is not None:
+                if (writer := turn.result().writer) is not None:
                     self.do(lambda: self._agreement.abandon(writer))
                 self._agreement.persist(self.step + 1, "it was given up")
 

@@ -20,8 +20,7 @@ def parse_seconds(text: str | float) -> float:
     """
     if isinstance(text, (int, float)):
         return float(text)
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([smhd])\s*", text)
-    if match is None:
+    if (match := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([smhd])\s*", text)) is None:
         raise ValueError(f"{text!r} is not a time: write it as 90s, 30m, 3h or 1d")
     return float(match[1]) * _UNITS[match[2]]
 

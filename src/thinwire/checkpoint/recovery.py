@@ -50,7 +50,8 @@ def gather_layouts(version: StoredStep, registration: Registration) -> dict[int,
             source = _source(copies, inside)
             if here == (source if source in inside else inside[owner % len(inside)]):
                 try:
-                    mine[str(owner)] = _layout(client, copies[source], source, here).decode()
+                    layout = StateLayout.from_bytes(_layout(client, copies[source], source, here))
+                    mine[str(owner)] = layout.to_bytes().decode()
                 except (ThinwireError, ValueError, OSError):
                     continue
     gathered: list[dict[str, str]] = gather_json(mine, registration.group)
@@ -155,7 +156,7 @@ def survey(registration: Registration, known: KnownRun | None = None, compares: 
     mine: dict[str, Any] = {"nonce": secrets.randbits(NONCE_BITS)}
     if registration.client is not None and registration.is_first:
         with contextlib.suppress(ThinwireError):
-            mine["versions"] = _to_json(registration.client.inventory(registration.run_id))
+            mine["versions"] = [each.to_json() for each in registration.client.inventory(registration.run_id)]
     answers = gather_json(mine, registration.group)
     listed = {h: each["versions"] for h, each in zip(registration.holders, answers, strict=True) if "versions" in each}
     reach("survey")
@@ -174,16 +175,12 @@ def ask_outside(before: Survey, addresses: Collection[str], registration: Regist
         with contextlib.suppress(ThinwireError, ValueError):
             asked = sorted(addresses)[inside.index(registration.here) :: len(inside)]
             result, silent = registration.client.look(registration.run_id, asked, _PATIENCE_SECONDS, verify)
-            mine = {address: _to_json(versions) for address, versions in result.items()}, silent
+            mine = {address: [each.to_json() for each in versions] for address, versions in result.items()}, silent
     listed, silent = {}, dict(before.silent)
     for each in gather_json(mine, registration.group):
         listed |= each[0]
         silent |= each[1]
     return _surveyed(registration, listed, replace(before, silent=silent))
-
-
-def _to_json(versions: Sequence[Version]) -> list[dict[str, Any]]:
-    return [version.to_json() for version in versions]
 
 
 def _surveyed(registration: Registration, listed: Mapping[str, Any], before: Survey) -> Survey:

@@ -118,7 +118,7 @@ class Registration:
         self._commons: list[tuple[int, int]] = []
         self.client: HolderClient | None = None
         self.failure: Exception | None = None
-        self.registered = False
+        self.registered = self._is_over = False
         self._room = (0, 0)  # bytes of a payload and of a layout
         self._attempt = -1
         self.holders: list[str] = []
@@ -165,8 +165,7 @@ class Registration:
         copies = holders_of(self.holders, self.replicas, self._domains)  # or an error: too few machines
         on_all(self.group, lambda: self._call(copies), ValueError)
         labels = dict(zip(self.holders, self._domains or self.holders, strict=True))
-        sharing = sorted({held[0] for held in copies if len({labels[holder] for holder in held}) < len(held)})
-        if sharing:
+        if sharing := sorted({held[0] for held in copies if len({labels[holder] for holder in held}) < len(held)}):
             self._warn(
                 "two copies of one shard are in one failure domain, whose loss would cost both, for the hosts"
                 f" {', '.join(sharing[:8])}{' and more' * (len(sharing) > 8)}: spread the job over more domains"
@@ -221,8 +220,7 @@ class Registration:
         for rank, each in enumerate(gathered):
             if each["names"] != gathered[0]["names"]:
                 raise ValueError(f"rank {rank} has another run_id, or another model or other parts, than rank 0")
-        failed = [f"rank {rank}: {each['error']}" for rank, each in enumerate(gathered) if not each["address"]]
-        if failed:
+        if failed := [f"rank {rank}: {each['error']}" for rank, each in enumerate(gathered) if not each["address"]]:
             raise ValueError("; ".join(failed[:4]))
         self.holders = [each["address"] for each in gathered]
         labels = [each["domain"] or each["address"] for each in gathered]
@@ -247,10 +245,13 @@ class Registration:
                 self.client, self.failure = self._connect(), None
             except (ThinwireError, ValueError, OSError) as error:
                 self.failure = error
+        if self._is_over:  # `close` came meanwhile, in another thread
+            self.close()
 
-    def close(self) -> None:
-        """Close the connection, also to a holder that is gone; not collective."""
-        self.registered = False
+    def close(self, for_good: bool = False) -> None:
+        """Close the connection, also to a holder that is gone; ``for_good``: `reconnect` keeps none any more. Not
+        collective."""
+        self.registered, self._is_over = False, self._is_over or for_good
         client, self.client = self.client, None
         if client is not None:
             client.close()

@@ -257,8 +257,7 @@ class Restorer:
                     self._start_over(surveyed, reasons, on_disk)
                 break
             newest = self._preferred(left)
-            failure = self._load(newest)
-            if not failure:
+            if not (failure := self._load(newest)):
                 self._say_what_is_left(newest, left, surveyed, reasons)
                 self._say_who_never_met(newest.step)
                 self.remember(newest.step)
@@ -319,8 +318,7 @@ class Restorer:
         """Report newer versions that the training will overwrite: those that are whole and not certified, and others
         beyond those that any crash leaves unfinished."""
         order = restored.order[0]
-        passed = {candidate.step for candidate in left if candidate.order[0] > order}
-        if passed:
+        if passed := {candidate.step for candidate in left if candidate.order[0] > order}:
             self._tell(
                 f"step {restored.step}, which is certified, was restored {restored.where}; newer ones are given up,"
                 f" because ranks differ in them, or are not known to be the same: steps {_listed(sorted(passed))}"
@@ -486,8 +484,7 @@ class Restorer:
     def _adopt(self, state: dict[str, Any], world_size: int) -> None:
         """Go on with a state of another number of ranks."""
         keep = [] if self._rank < world_size else ["random"]  # two ranks must not draw the same numbers
-        synchronizer = self._training.synchronizer
-        if synchronizer is not None:
+        if (synchronizer := self._training.synchronizer) is not None:
             try:
                 synchronizer.load_state_dict(state["synchronizer"])
             except ValueError as error:

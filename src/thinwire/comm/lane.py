@@ -364,8 +364,7 @@ class Lane:
             self._jobs.put(None)
             while (thread := self._thread).is_alive():  # another one takes over where this one waits for a lost peer
                 thread.join(LOOK_SECONDS)
-            parent = self._parent()
-            if parent is not None and self._group is not None and self._broken is None:
+            if (parent := self._parent()) is not None and self._group is not None and self._broken is None:
                 groups.leave_idle(parent, filter(None, (self._own, self._native)))
                 self._own = self._native = None
         except BaseException as error:
@@ -429,8 +428,7 @@ class Lane:
 
     def _truth(self) -> LostPeerError | None:
         """Return the error that all ranks raise, once this one broke off because of a peer."""
-        truth = self.notes.truth()
-        if truth is not None:
+        if (truth := self.notes.truth()) is not None:
             self._broken = self.notes.truth()  # another one, without a traceback
         return truth
 

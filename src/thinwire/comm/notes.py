@@ -270,8 +270,7 @@ class Notes:
             count = store.add("notes", 0)
             while seen < min(count, 2 * len(self.ranks)) and store.check([f"note {seen + 1}"]):
                 seen += 1
-                note = unpacked(store.get(f"note {seen}"))
-                if note is not None and note.rank in self.ranks:
+                if (note := unpacked(store.get(f"note {seen}"))) is not None and note.rank in self.ranks:
                     notes.setdefault(note.rank, note)
             guilty, spent = culprits(notes, self.ranks), time.monotonic() - began
             is_own = any(note.is_own and not note.is_told for note in notes.values())

@@ -38,8 +38,7 @@ def salted(state: Mapping[str, Any], rank: int) -> State:
 
 def check_fits(state: Mapping[str, Any], pattern: Mapping[str, Any], where: str) -> None:
     """Raise ValueError, naming the entry, unless ``state`` has the names, types, shapes and dtypes of ``pattern``."""
-    unknown = set(state) ^ set(pattern)
-    if unknown:
+    if unknown := set(state) ^ set(pattern):
         raise ValueError(f"{where}: {min(unknown)!r} is in one of the states only, so they are of different methods")
     for name, entry in pattern.items():
         saved = state[name]

@@ -464,8 +464,7 @@ class CompressedSync:
         opening = traffic.sent_bytes - before
         others = others if coded is None else coded(channel, tensors=others)
         is_riding = finite and any(isinstance(self.plans[name].reduction, AllReduce) for name, _ in gradients)
-        alone = [other for other in others if not (is_riding and can_ride(other))]
-        if alone:
+        if alone := [other for other in others if not (is_riding and can_ride(other))]:
             with self._stopwatch.phase(Phase.EXCHANGE):
                 self.statistics.average(channel, alone)
         if finite:
@@ -526,6 +525,8 @@ class CompressedSync:
             for result in means if scale != 1.0 else ():
                 result.mean.mul_(scale)
             for gradient, result in zip((*(gradient for _, gradient in gradients), *riders), results, strict=True):
+                if gradient.dtype == torch.float16 and self._scaler is None:  # which would skip the step
+                    result.mean.clamp_(torch.finfo(gradient.dtype).min, torch.finfo(gradient.dtype).max)
                 gradient.copy_(result.mean)
         dense = self.statistics.ring_bytes(riders)  # as if riders had a ring of their own
         if riders:

@@ -517,7 +517,7 @@ class LeftToDdp(_PlugOfDdp):
         native: NativeAllReduce,
         lane: Lane,
         begin: Callable[[], object],
-        hooked: Callable[[DistributedDataParallel], DdpPlug],
+        hooked: Callable[[DistributedDataParallel], Plug],
     ) -> None:
         check_free(model)
         super().__init__(model)
@@ -643,6 +643,7 @@ class LeftToDdp(_PlugOfDdp):
         self._seen.reset()
 
     def remove(self) -> None:
+        self._hooked = lambda model: _NOBODY  # whoever wants to see buckets from now on
         self._remove_hooks()
         self._seen.remove()
         self._use_group(self._model.process_group)
@@ -655,8 +656,7 @@ class LeftToDdp(_PlugOfDdp):
     @never_compiled
     def _on_gradient(weak: "weakref.ref[LeftToDdp]", parameter: Tensor | None = None) -> None:
         """Queue `begin` before DDP's callback, which waits for its buckets; `begin` queues another behind that."""
-        left = weak()
-        if left is not None and not left._is_reached and left.synchronizes:
+        if (left := weak()) is not None and not left._is_reached and left.synchronizes:
             left._is_reached = True
             internals.at_end_of_backward(left._begin)
 

@@ -136,12 +136,11 @@ def attach(engine: Any, **options: Any) -> EngineSync:
         >>> engine, optimizer, _, _ = deepspeed.initialize(model=model, config=config)   # doctest: +SKIP
         >>> sync = thinwire.integrations.deepspeed.attach(engine)                        # doctest: +SKIP
     """
-    stage = engine.zero_optimization_stage()
-    if stage:
+    if stage := engine.zero_optimization_stage():
         raise ValueError(f"ZeRO stage {stage} reduces gradients into shards by itself: only stage 0 can be attached")
     engine.enable_backward_allreduce = False
     try:
         return EngineSync(engine, attach_model(engine.module, **options))
-    except Exception:
+    except BaseException:  # Ctrl-C, too
         engine.enable_backward_allreduce = True
         raise

@@ -46,8 +46,7 @@ class Gradients:
             if hasattr(parameter, "device_mesh") or not parameter.is_floating_point():
                 kind = f"{type(parameter).__name__} of {parameter.dtype}"
                 raise ValueError(f"parameter {name} is a {kind}: only whole ones of a real dtype can be summed")
-        first = next(model.parameters(), None)
-        if first is None:
+        if (first := next(model.parameters(), None)) is None:
             raise ValueError("the model has no parameters")
         self.device = first.device
         self.push, self.pull, self.inexact = Half(), Half(), 0

@@ -119,6 +119,8 @@ class Steps:
         check_every: int | None = None,
     ) -> None:
         first, end = (steps.start, steps.stop) if isinstance(steps, range) else (0, steps)
+        if isinstance(steps, range) and steps.step != 1:
+            raise ValueError(f"steps is {steps}: none is left out, so pass range({first}, {end})")
         for name, value, least, most in (
             ("micro_batches", micro_batches, 1, MOST_ADDED),
             ("steps", end, 1, 1 << 62),
@@ -304,8 +306,7 @@ class Steps:
     def _compare(self, lane: Lane, ranks: Sequence[int]) -> None:
         """Raise MismatchError on all ranks unless these have the same bits."""
         digests = gather_json(lane.exchange, "digests", f"{digest(self._model)} {of_state(self._state_dicts())}")
-        others = [rank for rank in ranks if digests[rank] != digests[ranks[0]]]
-        if others:
+        if others := [rank for rank in ranks if digests[rank] != digests[ranks[0]]]:
             names = [lane.exchange.global_ranks[rank] for rank in others]
             raise MismatchError(
                 f"ranks {names} have other parameters, buffers or states of the optimizer than rank"

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
+import threading
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thinwire.checkpoint.elastic.board import Board, Claim, assign_ranks
-from thinwire.errors import CorruptMessageError
+from thinwire.checkpoint.elastic.board import Board, BoardServer, Claim, assign_ranks
+from thinwire.checkpoint.holder.replication import call
+from thinwire.errors import CorruptMessageError, LostPeerError
 
 PATIENCE = 3.0
+SECRET = b"a secret of the tests, long enough"
 
 
 def board(low: int, high: int) -> Board:
@@ -226,3 +231,22 @@ def test_a_closed_run_starts_no_round() -> None:
     agents.say("a", "close")
     assert agents.say("b", "join")["closed"]
     assert agents.join("b", "spare") == {}
+
+
+def test_a_board_that_gets_no_thread_for_an_agent_serves_those_who_call_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, failures = threading.Thread.start, [RuntimeError("can't start new thread")]
+
+    def start_late(thread: threading.Thread) -> None:
+        if thread.name == "agent" and failures:
+            raise failures.pop()
+        start(thread)
+
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    with contextlib.closing(BoardServer(board(1, 2), endpoint, SECRET)) as server:
+        monkeypatch.setattr(threading.Thread, "start", start_late)
+        with contextlib.closing(call(endpoint, SECRET, PATIENCE)) as connection, pytest.raises(LostPeerError):
+            connection.request("look", {})
+        assert server._connections == set()
+        with contextlib.closing(call(endpoint, SECRET, PATIENCE)) as connection:
+            assert connection.request("look", {}).json["run"] == "run"

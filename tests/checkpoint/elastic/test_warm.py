@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 
-from thinwire.checkpoint.elastic.warm import MODULE, _path
+from thinwire.checkpoint.elastic.warm import MODULE, _path, _receive, _send, _serve
+from thinwire.checkpoint.holder.acceptor import listen_unix
+from thinwire.errors import LostPeerError
 
 SCRIPT = """
 import sys
@@ -155,3 +160,25 @@ def test_a_script_whose_imports_start_threads_starts_cold(tmp_path: Path) -> Non
         assert "starts threads, so its workers cannot be forks" in host.warm.communicate(timeout=100)[1]
     finally:
         host.close()
+
+
+def test_a_fork_that_fails_has_one_worker_start_cold_and_ends_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its workers end with the warm process, so a moment without memory or processes cost all ranks of the host."""
+    monkeypatch.setattr(os, "fork", Mock(side_effect=[OSError(errno.EAGAIN, "no more processes"), 0]))
+    with listen_unix(tmp_path / "warm.sock", socket.SOCK_SEQPACKET) as listener, contextlib.ExitStack() as stack:
+        asking = [stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)) for _ in range(2)]
+        outputs = [os.pipe() for _ in asking]
+        for number, (one, (_, output)) in enumerate(zip(asking, outputs, strict=True)):
+            one.connect(str(tmp_path / "warm.sock"))
+            _send(one, {"number": number}, [output])
+            os.close(output)
+        content, files, connection = _serve(listener)
+        stack.enter_context(connection)
+        assert content == {"number": 1}
+        with pytest.raises(LostPeerError):
+            _receive(asking[0])
+        assert os.read(outputs[0][0], 1) == b"", "who reads the output of a worker waits until nobody has it open"
+        for file in [*files, *(reading for reading, _ in outputs)]:
+            os.close(file)

@@ -99,6 +99,43 @@ def test_a_sender_that_calls_a_lost_host_is_stopped_at_once(monkeypatch: pytest.
     store.close()
 
 
+def test_a_connection_that_is_lost_between_two_looks_at_it_ends_neither_status_nor_stop() -> None:
+    """The sender's thread takes no lock to disconnect, so that between any two reads its connection may be gone."""
+    from thinwire.checkpoint.holder.replication import Replicator
+    from thinwire.checkpoint.holder.slots import SlotSize
+    from thinwire.checkpoint.holder.store import Store
+    from thinwire.checkpoint.holder.version import ShardId
+
+    closed: list[bool] = []
+    peer = SimpleNamespace(tcp_counts=(0, 0.0, 0.5), close=lambda: closed.append(True))
+
+    class LostOnRead(Replicator):
+        """Each read but the first ``reads`` finds the connection gone."""
+
+        reads = 0
+
+        @property
+        def _connection(self) -> Any:  # type: ignore[override]
+            self.reads -= 1
+            return peer if self.reads >= 0 else None
+
+        @_connection.setter
+        def _connection(self, value: Any) -> None:
+            pass
+
+    store = Store(1 << 20)
+    shard = store.register(ShardId("run", "topology", 0), SlotSize(4096, 4096))
+    sender = LostOnRead(store, shard, "10.0.0.1:1", lambda _: cast(Any, peer), Grants(store.changed), 30.0)
+    for reads in range(5):
+        sender.reads = reads
+        status = sender.status()
+        assert status["latency_seconds"] == (0.5 if status["connected"] else 0.0)
+    sender.reads = 1
+    sender.stop()
+    assert closed == [True]
+    store.close()
+
+
 def test_a_version_that_was_given_up_is_sent_when_the_peer_is_there_again() -> None:
     """And not counted as pending before: its slot may be written to."""
     from thinwire.checkpoint.holder.replication import Replicator

@@ -210,3 +210,24 @@ def test_the_random_state_is_that_of_the_devices_of_the_model(monkeypatch: pytes
         two = random_states([torch.device("cuda", 1), torch.device("cuda", 2)])
         set_random_states(two, [torch.device("cuda", 0), torch.device("cuda", 1)])
     assert [states[number].tolist() for number in range(3)] == [[1] * 16, [2] * 16, [2] * 16]
+
+
+@pytest.mark.parametrize(("saved", "here"), [(1, 2), (2, 1), (3, 2)])
+def test_the_random_states_of_more_or_fewer_devices_are_restored_as_far_as_there_are_any(
+    saved: int, here: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model that is spread over other devices than before is restored: bytes of one state were cut into two."""
+    states = {number: torch.full((16,), number, dtype=torch.uint8) for number in range(3)}
+
+    def set_state(state: Tensor, device: torch.device) -> None:
+        assert state.numel() == 16, "RNG state is wrong size"
+        states[device.index] = state
+
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: states[device.index])
+    monkeypatch.setattr(torch.cuda, "set_rng_state", set_state)
+    devices = [torch.device("cuda", number) for number in range(3)]
+    before = random_states(devices[:saved])
+    states.update({number: torch.full((16,), 9, dtype=torch.uint8) for number in range(3)})
+    set_random_states(before, devices[:here])
+    kept = min(saved, here)
+    assert [states[number][0].item() for number in range(3)] == [*range(kept), *[9] * (3 - kept)]

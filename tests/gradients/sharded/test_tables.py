@@ -16,13 +16,18 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 import thinwire
+from thinwire.comm.connections import PrivateGroup
+from thinwire.comm.groups import private_group
 from thinwire.errors import LostPeerError, MismatchError
+from thinwire.gradients import torch_internals as internals
+from thinwire.gradients.sharded import tables
 from thinwire.gradients.sharded.tables import RowShards
 from thinwire.lab.testbed.launch import RankContext, run_ranks
 from thinwire.observe.step import ParameterRecords
@@ -333,6 +338,51 @@ class Read(Network):
 class Scaled(nn.Embedding):
     def forward(self, input: Tensor) -> Tensor:
         return 2 * super().forward(input)
+
+
+def _fails_midway(context: RankContext) -> None:
+    """The second group cannot be made, when the first table is FSDP's no more."""
+    other, made = DeviceMesh.from_group(dist.new_group(), "cpu"), list[PrivateGroup]()
+
+    def build() -> Network:
+        torch.manual_seed(0)
+        built = Network()
+        fully_shard(built.bags, mesh=other)
+        return fully_shard(built)  # type: ignore[return-value]
+
+    model = build()
+
+    def make(*arguments: Any) -> PrivateGroup:
+        if made:
+            raise LostPeerError("a peer is gone")
+        made.append(private_group(*arguments))
+        return made[0]
+
+    def known() -> list[Any]:
+        groups = [group for module in (model, model.bags) for group in internals.parameter_groups(module)]
+        return [[id(one) for one in group.fsdp_params] for group in groups]
+
+    before, hooks = known(), len(model._forward_hooks)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tables, "private_group", make)
+        with pytest.raises(LostPeerError):
+            RowShards(model)
+    assert len(made) == 1
+    assert known() == before
+    assert len(model._forward_hooks) == hooks
+    assert not any("forward" in vars(module) for module in model.modules())
+
+    def gradients(model: Network) -> list[Tensor]:
+        model(*batch(context.rank, 0)).square().sum().backward()
+        return [one.grad.full_tensor() for one in model.parameters() if isinstance(one.grad, DTensor)]
+
+    ours, stock = gradients(model), gradients(build())
+    assert len(ours) == len(stock) > 0
+    assert all(map(torch.equal, ours, stock))
+
+
+def test_tables_are_fsdps_again_where_a_group_cannot_be_made() -> None:
+    run_ranks(_fails_midway, world_size=2, timeout_seconds=60)
 
 
 def _left(context: RankContext) -> tuple[dict[str, list[str]], set[str]]:

@@ -407,8 +407,7 @@ class PersistentTier:
         self.obstacle = f"step {step} is being copied for the disk"
 
         def save() -> None:
-            reason = self.save_now(step, attempt, take)
-            if reason and self._rank == 0:
+            if (reason := self.save_now(step, attempt, take)) and self._rank == 0:
                 self._notices.add(reason)
 
         thread = threading.Thread(target=save, name="persist", daemon=True)

@@ -239,7 +239,11 @@ class BoardServer:
         connection = Connection(sock, self._board.patience, handshake=handshake)
         with self._lock:
             self._connections.add(connection)
-        threading.Thread(target=self._serve, args=(connection,), daemon=True, name="agent").start()
+        try:
+            threading.Thread(target=self._serve, args=(connection,), daemon=True, name="agent").start()
+        except RuntimeError:  # no more threads now; those who call later may be served
+            connection.close()
+            self._connections.discard(connection)
 
     def _serve(self, connection: Connection) -> None:
         names: set[str] = set()

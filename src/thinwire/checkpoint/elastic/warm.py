@@ -82,22 +82,24 @@ def _serve(listener: socket.socket) -> tuple[dict[str, Any], list[int], socket.s
                     _send(connection, {"status": status})
                 continue
             connection, _ = listener.accept()
+            content, files, pid = dict[str, Any](), list[int](), -1
             try:
                 connection.settimeout(_REQUEST_SECONDS)
                 content, files = _receive(connection, 3)
-            except (OSError, LostPeerError):  # it has ended meanwhile, and needs no worker
+                pid = os.fork()
+            except (OSError, LostPeerError):  # it has ended meanwhile, and needs no worker; or it starts cold
                 connection.close()
-                continue
-            if (pid := os.fork()) == 0:
+            if pid == 0:
                 for worker, (_, other) in workers.items():
                     os.close(worker)
                     other.close()
                 return content, files, connection
             for file in files:
                 os.close(file)
-            workers[os.pidfd_open(pid)] = pid, connection
-            with contextlib.suppress(OSError):
-                _send(connection, {"pid": pid})
+            if pid > 0:
+                workers[os.pidfd_open(pid)] = pid, connection
+                with contextlib.suppress(OSError):
+                    _send(connection, {"pid": pid})
 
 
 def _become_worker(content: dict[str, Any], files: list[int], connection: socket.socket) -> None:

@@ -195,9 +195,9 @@ class Replicator:
         self._stopping.set()
         with self._store.changed:
             self._store.changed.notify_all()
-        if self._connection is None:
+        if (connection := self._connection) is None:
             return  # it may be calling a host that is lost: a trainer that starts again must not wait for that
-        self._connection.close()
+        connection.close()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(HANDSHAKE_SECONDS)
 
@@ -243,10 +243,10 @@ class Replicator:
         kernel, which accepts a small version at once. ``seconds_of_last``: from a version's completion here to its
         completion there.
         """
-        (acknowledged, seconds), rate = self._counts(), self.bytes_per_second()
+        (acknowledged, seconds), rate, connection = self._counts(), self.bytes_per_second(), self._connection
         return {
-            "connected": self._connection is not None,
-            "latency_seconds": self._connection.tcp_counts[2] if self._connection is not None else 0.0,
+            "connected": connection is not None,
+            "latency_seconds": connection.tcp_counts[2] if connection is not None else 0.0,
             "bytes_sent": self.bytes_sent,
             "bytes_unchanged": self.bytes_unchanged,
             "bytes_acknowledged": acknowledged,

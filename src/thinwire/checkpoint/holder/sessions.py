@@ -152,8 +152,7 @@ class TrainerSession(Session):
             return [session for session in foreign if session.lease[0] == run_id]
 
         with self.store.changed:
-            rival = self._wait_for(rivals)
-            if rival is not None:
+            if (rival := self._wait_for(rivals)) is not None:
                 process = f"process {rival._pid}" if rival._pid else "a process in a container"
                 raise ValueError(
                     f"run {run_id!r} is in use by another job, or by another Checkpointer of this one: {process}"
@@ -332,8 +331,7 @@ class TrainerSession(Session):
             self.writing = None
             sealed = self.holder.sealing.submit(self._seal, shard, holding, stated, layout, tuple(pieces))
         if request.get("wait") is True:
-            manifest = sealed.result()
-            if manifest is None:
+            if (manifest := sealed.result()) is None:
                 raise ThinwireError(f"step {step} was not published: {shard.last_error}")
             return {"version": manifest.listed("own").to_json()}
         return None
@@ -462,8 +460,7 @@ class TrainerSession(Session):
             os.close(descriptor)
 
     def close(self, request: dict[str, Any], _: bytes) -> None:
-        holding = self.opened.pop(get(request, "handle", int), None)
-        if holding is not None:
+        if (holding := self.opened.pop(get(request, "handle", int), None)) is not None:
             self.store.unpin(holding)
 
     def forget(self, request: dict[str, Any], _: bytes) -> dict[str, Any]:
@@ -521,8 +518,7 @@ class PeerSession(Session):
         manifest = Manifest.from_json(get(request, "manifest", dict))
         if (manifest.layout_bytes, manifest.layout_crc) != (len(layout), zlib.crc32(layout)):
             raise CorruptMessageError("the layout was altered on the way here")
-        shard = self.store.shards.get(manifest.shard)
-        if shard is None:
+        if (shard := self.store.shards.get(manifest.shard)) is None:
             raise ThinwireError(f"{manifest.shard} is not registered here")
         self._take_over(shard)
         try:

@@ -587,8 +587,7 @@ class Store:
         """Keep the version of that digest, or the newest one, from being overwritten; None if there is none."""
         with self.changed:
             result = [holding for holding, _ in shard.complete() if digest in (None, holding.digest)]
-            holding = result[-1] if result else None
-            if holding is not None:
+            if (holding := result[-1] if result else None) is not None:
                 holding.readers += 1
         return contextlib.nullcontext() if holding is None else self._pinned(holding)
 

@@ -348,8 +348,7 @@ class Pacer:
                 self._changed.wait_for(lambda: self._grants or self._closed)
                 if self._closed:
                     return
-                due = self._due(self._grants[0])
-                if due is None or due > 0:
+                if (due := self._due(self._grants[0])) is None or due > 0:
                     self._changed.wait(due)
                     continue
                 now = self._grants[0]

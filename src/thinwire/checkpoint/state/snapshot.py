@@ -218,12 +218,12 @@ def random_states(devices: Sequence[torch.device] = ()) -> dict[str, Any]:
 
 
 def set_random_states(states: dict[str, Any], devices: Sequence[torch.device] = ()) -> None:
-    """Restore what `random_states` returned, on as many devices, which may be others."""
+    """Restore what `random_states` returned. Devices may be others; of more or fewer, the first ones are restored."""
     version, internal, gauss = states["python"]
     name, keys, *others = states["numpy"]
     random.setstate((version, tuple(internal.tolist()), gauss))
     np.random.set_state((name, keys.numpy().astype(np.uint32), *others))
     torch.set_rng_state(states["torch"])
-    if states["cuda"] is not None and devices:
-        for device, state in zip(devices, states["cuda"].chunk(len(devices)), strict=True):
+    if (cuda := states["cuda"]) is not None and devices:
+        for device, state in zip(devices, cuda.split(len(torch.cuda.get_rng_state(devices[0]))), strict=False):
             torch.cuda.set_rng_state(state, device)

@@ -57,8 +57,7 @@ class AllReduce(Reduction):
                 current = {}
                 for index, mean in means.items():
                     code, state = _code(tasks[index])
-                    following = code.next_round(mean, tasks[index].parameter, state)
-                    if following is None:
+                    if (following := code.next_round(mean, tasks[index].parameter, state)) is None:
                         last[index] = mean
                     else:
                         current[index] = following

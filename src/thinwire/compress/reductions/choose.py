@@ -40,8 +40,7 @@ def reduction_for(
     """
     name = exchange if isinstance(exchange, str) else exchange.name
     core = core_of(compressor)
-    own = next((reduction for reduction in _OWN if isinstance(core, reduction.method)), None)
-    if own is not None:
+    if (own := next((reduction for reduction in _OWN if isinstance(core, reduction.method)), None)) is not None:
         if name != AUTO:
             raise ValueError(
                 f"{compressor.name} is a method with an exchange of its own, so {name} cannot average its payloads"

@@ -70,8 +70,7 @@ def stacks(plans: Sequence[Plan]) -> list[Stack]:
     together: dict[tuple[torch.dtype, Compressor | None], list[int]] = {}
     result = []
     for index, (compressor, parameter) in enumerate(plans):
-        code = stack_code(compressor)
-        if code is None:
+        if (code := stack_code(compressor)) is None:
             result.append(Stack((index,), plans[index]))
         else:
             together.setdefault((parameter.working_dtype, code.values), []).append(index)

@@ -13,6 +13,7 @@ for how many rows ranks ask for, and never in backward.
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -77,25 +78,30 @@ class RowShards:
         agree: Callable[[list[str]], object] = lambda names: None,
     ) -> None:
         names = {id(parameter): name for name, parameter in model.named_parameters()}
-        tables, kept = _tables_of(model)
-        self._tables = {names[id(origin.source.sharded_param)]: (modules, origin) for modules, origin in tables}
+        found, kept = _tables_of(model)
+        tables = {names[id(origin.source.sharded_param)]: (modules, origin) for modules, origin in found}
+        self._tables: dict[str, tuple[list[Any], _Origin]] = {}
         self._kept = {names[key]: why for key, why in kept.items()}
         self._exchanges: dict[int, Collectives] = {}
         self._own: list[PrivateGroup] = []  # groups of the same ranks as FSDP's
-        agree(list(self._tables))
-        self._common = _Common(list(self._tables))
+        agree(list(tables))
+        self._common = _Common(list(tables))
         self._noted = model.register_forward_hook(_note, always_call=True)
-        for name, (modules, origin) in self._tables.items():
-            shards, device = origin.group.mesh_info.shard_process_group, origin.source.sharded_param.device
-            if id(shards) not in self._exchanges:
-                self._exchanges[id(shards)] = Collectives(self._group_for(shards, device, timeout))
-            table = _Table(name, self._exchanges[id(shards)], origin, self._common)
-            for module in modules:
-                module.forward = _Lookup(module, table)
-            internals.forget(origin.group, origin.source)
-            if not origin.group.fsdp_params:
-                internals.parameter_groups_of(origin.state).remove(origin.group)
-        if self._tables:
+        with ExitStack() as undo:
+            undo.callback(self.remove)
+            for name, (modules, origin) in tables.items():
+                shards, device = origin.group.mesh_info.shard_process_group, origin.source.sharded_param.device
+                if id(shards) not in self._exchanges:
+                    self._exchanges[id(shards)] = Collectives(self._group_for(shards, device, timeout))
+                table = _Table(name, self._exchanges[id(shards)], origin, self._common)
+                self._tables[name] = modules, origin
+                for module in modules:
+                    module.forward = _Lookup(module, table)
+                internals.forget(origin.group, origin.source)
+                if not origin.group.fsdp_params:
+                    internals.parameter_groups_of(origin.state).remove(origin.group)
+            undo.pop_all()
+        if tables:
             modules = filter(is_sharded, model.modules())
             self._common.other = next(group for module in modules for group in internals.parameter_groups(module))
 
@@ -146,14 +152,15 @@ class RowShards:
     def remove(self) -> None:
         """Give the tables back to FSDP. Safe to call twice."""
         self._noted.remove()
-        for modules, origin in reversed(self._tables.values()):
+        for modules, origin in self._tables.values():
             internals.to_sharded(origin.group)  # after an evaluation the others are whole
             for module in modules:
                 vars(module).pop("forward", None)
             groups = internals.parameter_groups_of(origin.state)
             groups += [] if origin.group in groups else [origin.group]
             origin.group.fsdp_params.insert(origin.index, origin.source)
-            internals.begin_again(origin.group, self._common.other)
+            if self._common.other is not None:  # else FSDP did not miss them
+                internals.begin_again(origin.group, self._common.other)
         self._tables = {}
         for own in self._own:
             own.destroy()

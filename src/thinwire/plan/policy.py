@@ -308,8 +308,7 @@ def _covering_groups(profile: Profile, first: int) -> Groups:
 
     ends = [first]
     computing, _ = seconds_of(0, count)
-    _, covered = seconds_of(0, first)
-    communicated = covered
+    communicated = covered = seconds_of(0, first)[1]
     while ends[-1] < count:
         start, end = ends[-1], ends[-1] + 1
         if communicated > computing:

@@ -126,6 +126,7 @@ class LightningCheckpoints(Callback):
         self._steps = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.on_train_end(trainer, pl_module)  # of a training that ended with an error
         loop, schedulers = trainer.fit_loop, [config.scheduler for config in trainer.lr_scheduler_configs]
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         parts = {"scheduler": schedulers or None, "scaler": scaler, **self.options}

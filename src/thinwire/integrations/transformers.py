@@ -116,6 +116,7 @@ class CheckpointCallback(TrainerCallback):
         self.kept: Kept | None = None
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        self.on_train_end(args, state, control)  # of a training that ended with an error
         trainer, _ = _training_of(self, state)
         parts = {"scheduler": trainer.lr_scheduler, "scaler": trainer.accelerator.scaler, **self.options}
 

@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -54,21 +55,24 @@ def options(run: str) -> dict[str, Any]:
 
 
 class Stop(TrainerCallback):
-    def __init__(self, at: int) -> None:
-        self._at = at
+    def __init__(self, at: int, fails: bool) -> None:
+        self._at, self._fails = at, fails
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self._fails and state.global_step == STOP:
+            self._fails = False
+            raise InterruptedError
         control.should_training_stop = state.global_step >= self._at
 
 
-def hf(run: str, until: int) -> tuple[int, str]:
+def hf(run: str, until: int, fails: bool = False) -> tuple[int, str]:
     set_seed(1)
     model = Model()
     arguments = TrainingArguments(
         str(FOLDER / run), per_device_train_batch_size=BATCH, max_steps=STEPS, use_cpu=True, report_to=[], seed=1,
         save_strategy="no", disable_tqdm=True, remove_unused_columns=False, logging_strategy="no", data_seed=5,
     )  # fmt: skip
-    callbacks = [transformers.CheckpointCallback(**options(run)), Stop(until)]
+    callbacks = [transformers.CheckpointCallback(**options(run)), Stop(until, fails)]
     first = []
 
     class First(TrainerCallback):
@@ -76,14 +80,18 @@ def hf(run: str, until: int) -> tuple[int, str]:
             first.append(state.global_step)
 
     trainer = Trainer(model, arguments, train_dataset=rows(), callbacks=[*callbacks, First()])
-    trainer.train()
+    with suppress(InterruptedError):
+        trainer.train()
+    if fails:
+        first.clear()
+        trainer.train()
     return first[0], digest(model)
 
 
 class Module(L.LightningModule):
-    def __init__(self) -> None:
+    def __init__(self, fails: bool) -> None:
         super().__init__()
-        self.model, self.first = Model(), -1
+        self.model, self.first, self._fails = Model(), -1, fails
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
@@ -91,18 +99,22 @@ class Module(L.LightningModule):
 
     def training_step(self, batch: dict[str, torch.Tensor], index: int) -> torch.Tensor:
         self.first = self.global_step if self.first < 0 else self.first
+        if self._fails and self.global_step == STOP:
+            self.first, self._fails = -1, False
+            raise InterruptedError
         return self.model(**batch)["loss"]
 
 
-def fit(run: str, until: int) -> tuple[int, str]:
+def fit(run: str, until: int, fails: bool = False) -> tuple[int, str]:
     L.seed_everything(1)
-    module = Module()
-    trainer = L.Trainer(
-        accelerator="cpu", strategy="ddp", devices=2, max_steps=until, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, default_root_dir=FOLDER,
-        callbacks=[lightning.CheckpointCallback(**options(run))],
-    )  # fmt: skip
-    trainer.fit(module, DataLoader(rows(), BATCH, shuffle=True))
+    module, callback = Module(fails), lightning.CheckpointCallback(**options(run))
+    for _ in range(1 + fails):
+        trainer = L.Trainer(
+            accelerator="cpu", strategy="ddp", devices=2, max_steps=until, logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False, default_root_dir=FOLDER, callbacks=[callback],
+        )  # fmt: skip
+        with suppress(InterruptedError):
+            trainer.fit(module, DataLoader(rows(), BATCH, shuffle=True))
     return module.first, digest(module)
 
 
@@ -207,6 +219,8 @@ def main() -> None:
         whole, stopped, resumed = train(f"{train.__name__}-whole", STEPS), train(train.__name__, STOP), None
         resumed = train(train.__name__, STEPS)
         result[train.__name__] = {"whole": whole, "stopped": stopped, "resumed": resumed}
+    for train in (hf, fit):
+        result[train.__name__]["failed"] = train(f"{train.__name__}-failed", STEPS, fails=True)
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, result)
     if dist.get_rank() == 0:

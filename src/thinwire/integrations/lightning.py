@@ -55,6 +55,10 @@ class LightningCallback(Callback):
         """What is attached while the model is trained by several processes; None otherwise."""
         return None if self.attachment is None else self.attachment.synchronizer
 
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Forget what an evaluation has loaded: a checkpoint of this run is loaded after this."""
+        self._to_restore = None
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.attachment is not None:  # a training that ended with an error
             self.attachment.detach()

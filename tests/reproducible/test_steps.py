@@ -191,6 +191,7 @@ def test_state_that_forward_writes_is_refused_by_name() -> None:
     [
         ({"micro_batches": 0}, "micro_batches is 0"),
         ({"steps": 1.5}, "steps is 1.5"),
+        ({"steps": range(0, 10, 2)}, "the stride of steps is 2"),
         ({"check_every": 0}, "check_every is 0"),
         ({"threads": True}, "threads is True"),
         ({"steps": range(3, 2)}, "the first of steps is 3: pass a number from 0 to 2"),

@@ -124,6 +124,7 @@ class Steps:
             ("steps", end, 1, 1 << 62),
             ("threads", threads, 1, 1024),
             ("the first of steps", first, 0, end),
+            ("the stride of steps", steps.step if isinstance(steps, range) else 1, 1, 1),
         ):
             if type(value) is not int or not least <= value <= most:
                 raise ValueError(f"{name} is {value!r}: pass a number from {least} to {most}")

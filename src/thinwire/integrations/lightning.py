@@ -17,7 +17,7 @@ except ModuleNotFoundError:  # the package has two names
 from thinwire.gradients.module import is_sharded
 from thinwire.gradients.synchronizer import Synchronizer
 from thinwire.integrations.attachment import Attachment, one_of_its_kind
-from thinwire.integrations.checkpoints import Kept
+from thinwire.integrations.checkpoints import Kept, attached_before
 from thinwire.outer import OuterLoop
 
 
@@ -133,7 +133,8 @@ class LightningCheckpoints(Callback):
         self.on_train_end(trainer, pl_module)  # of a training that ended with an error
         loop, schedulers = trainer.fit_loop, [config.scheduler for config in trainer.lr_scheduler_configs]
         scaler = getattr(trainer.precision_plugin, "scaler", None)
-        parts = {"scheduler": schedulers or None, "scaler": scaler, **self.options}
+        sync = attached_before(self, trainer.callbacks)
+        parts = {"scheduler": schedulers or None, "scaler": scaler, "synchronizer": sync, **self.options}
         self.kept = Kept(trainer.strategy.model, trainer.optimizers, loop.state_dict, **parts)
         if self.kept.counters is not None:
             loop.load_state_dict(self.kept.counters)

@@ -27,17 +27,8 @@ from thinwire.plan.search import search
 from thinwire.plan.timeline import iteration_seconds
 
 __all__ = [
-    "Policy",
-    "byte_cap",
-    "cupcake",
-    "equal_count",
-    "layerwise",
-    "mg_wfbp",
-    "omgs",
-    "one_bucket",
-    "parse",
-    "safusion",
-]
+    "Policy", "byte_cap", "cupcake", "equal_count", "layerwise", "mg_wfbp", "omgs", "one_bucket", "parse", "safusion"
+]  # fmt: skip
 """What `thinwire.fuse` offers."""
 
 

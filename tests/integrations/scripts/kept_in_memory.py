@@ -24,12 +24,19 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 
+import thinwire
 from thinwire.checkpoint import CheckpointPolicy, Storage
 from thinwire.checkpoint.holder.start import HolderOptions, ensure_holder, stop_holder
 from thinwire.integrations import accelerate, lightning, torchtitan, transformers
 
 FOLDER = Path(sys.argv[1])
 ROWS, BATCH, STEPS, STOP = 48, 4, 14, 9  # six batches an epoch and rank: it stops in the middle of the second one
+
+
+SYNCS = {
+    "compressed": {"dense": thinwire.compress.leave_small(thinwire.compress.top_k(0.2), 0, 0)},
+    "outer": {"outer": thinwire.outer.diloco(every=4)},
+}
 
 
 class Model(nn.Module):
@@ -65,7 +72,7 @@ class Stop(TrainerCallback):
         control.should_training_stop = state.global_step >= self._at
 
 
-def hf(run: str, until: int, fails: bool = False) -> tuple[int, str]:
+def hf(run: str, until: int, fails: bool = False, **sync: Any) -> tuple[int, str]:
     set_seed(1)
     model = Model()
     arguments = TrainingArguments(
@@ -73,6 +80,8 @@ def hf(run: str, until: int, fails: bool = False) -> tuple[int, str]:
         save_strategy="no", disable_tqdm=True, remove_unused_columns=False, logging_strategy="no", data_seed=5,
     )  # fmt: skip
     callbacks = [transformers.CheckpointCallback(**options(run)), Stop(until, fails)]
+    if sync:
+        callbacks.insert(0, transformers.ThinwireCallback(**sync))
     first = []
 
     class First(TrainerCallback):
@@ -105,13 +114,15 @@ class Module(L.LightningModule):
         return self.model(**batch)["loss"]
 
 
-def fit(run: str, until: int, fails: bool = False) -> tuple[int, str]:
+def fit(run: str, until: int, fails: bool = False, **sync: Any) -> tuple[int, str]:
     L.seed_everything(1)
-    module, callback = Module(fails), lightning.CheckpointCallback(**options(run))
+    module, callbacks = Module(fails), [lightning.CheckpointCallback(**options(run))]
+    if sync:
+        callbacks.insert(0, lightning.ThinwireCallback(**sync))
     for _ in range(1 + fails):
         trainer = L.Trainer(
             accelerator="cpu", strategy="ddp", devices=2, max_steps=until, logger=False, enable_checkpointing=False,
-            enable_progress_bar=False, enable_model_summary=False, default_root_dir=FOLDER, callbacks=[callback],
+            enable_progress_bar=False, enable_model_summary=False, default_root_dir=FOLDER, callbacks=callbacks,
         )  # fmt: skip
         with suppress(InterruptedError):
             trainer.fit(module, DataLoader(rows(), BATCH, shuffle=True))
@@ -220,7 +231,12 @@ def main() -> None:
         resumed = train(train.__name__, STEPS)
         result[train.__name__] = {"whole": whole, "stopped": stopped, "resumed": resumed}
     for train in (hf, fit):
-        result[train.__name__]["failed"] = train(f"{train.__name__}-failed", STEPS, fails=True)
+        name = train.__name__
+        result[name]["failed"] = train(f"{name}-failed", STEPS, fails=True)
+        runs = {"whole": STEPS, "stopped": STOP, "resumed": STEPS}
+        for of, sync in SYNCS.items():
+            names = {run: f"{name}-{of}-whole" if run == "whole" else f"{name}-{of}" for run in runs}
+            result[f"{name}, {of}"] = {run: train(names[run], until, **sync) for run, until in runs.items()}
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, result)
     if dist.get_rank() == 0:

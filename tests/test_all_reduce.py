@@ -168,6 +168,8 @@ def _one_rank_is_wrong(context: RankContext, case: str) -> str:
             "unknown op": (good, {"op": "max"}),
             "non-contiguous": (torch.ones(4, 6).t(), {}),
             "integer": (torch.ones(6, 4, dtype=torch.int64), {}),
+            "no gradient": (None, {}),
+            "no scheme": (good, {"scheme": ["zen"]}),
             "ids out of range": (
                 torch.sparse_coo_tensor(torch.tensor([[9]]), torch.ones(1, 4), (6, 4), check_invariants=False), {},
             ),
@@ -200,6 +202,8 @@ def _one_rank_is_wrong(context: RankContext, case: str) -> str:
         ("unknown op", "max"),
         ("non-contiguous", "contiguous"),
         ("integer", "int64"),
+        ("no gradient", "NoneType"),
+        ("no scheme", "['zen']"),
         ("ids out of range", "out of range"),
     ],
 )

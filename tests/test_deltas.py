@@ -178,3 +178,15 @@ def test_tensors_of_inference_mode_change_too() -> None:
         state = {"w": torch.zeros(4)}
     deltas.apply(state, deltas.encode({"w": torch.zeros(4)}, {"w": torch.ones(4)}))
     assert torch.equal(state["w"], torch.ones(4))
+
+
+@pytest.mark.parametrize("mode", [False, True])
+def test_parameters_change_as_they_are(mode: bool) -> None:
+    """As ``dict(model.named_parameters())`` has them, together with others."""
+    served = nn.Linear(2, 2)
+    new = {name: torch.ones_like(value) for name, value in served.named_parameters()}
+    with torch.inference_mode(mode):
+        new["steps"], steps = torch.tensor(7), torch.tensor(3)
+        delta = deltas.encode({**dict(served.named_parameters()), "steps": steps}, new)
+    deltas.apply({**dict(served.named_parameters()), "steps": steps}, delta)
+    assert bits({name: value.detach() for name, value in served.named_parameters()} | {"steps": steps}) == bits(new)

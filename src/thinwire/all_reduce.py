@@ -143,6 +143,8 @@ def _alone(tensor: Tensor, scheme: Rows, op: Op) -> Tensor:
 
 
 def _kind(tensor: Tensor) -> str:
+    if not isinstance(tensor, Tensor):
+        return type(tensor).__name__  # which `_rows` refuses
     sparse = f", {tensor.sparse_dim()} sparse dimensions" if tensor.is_sparse else ""
     return f"{tensor.dtype} {list(tensor.shape)} {tensor.layout}{sparse}"
 

@@ -99,7 +99,7 @@ def apply(state: Mapping[str, Tensor], delta: bytes) -> None:
             raise CorruptMessageError(f"the delta does not lead to the bits that it announces for {name!r}")
         changed[_memory(state[name])] = state[name], words
     is_inference = any(tensor.is_inference() for tensor, _ in changed.values())
-    with torch.no_grad(), torch.inference_mode(is_inference):
+    with torch.inference_mode(is_inference), torch.no_grad():  # inference_mode(False) records
         for tensor, words in changed.values():
             tensor.copy_(words.view(tensor.dtype).view(tensor.shape))
 

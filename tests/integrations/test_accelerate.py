@@ -5,11 +5,19 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import thinwire
+from thinwire.lab.testbed.launch import RankContext, run_ranks
+from thinwire.reproducible.digests import of_state
 
 
 def test_a_copy_is_a_copy_and_one_process_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,6 +39,84 @@ def test_a_copy_is_a_copy_and_one_process_is_named(monkeypatch: pytest.MonkeyPat
     with pytest.raises(AttributeError, match="__wrapped__"):
         sync.__wrapped__  # noqa: B018
     monkeypatch.delitem(sys.modules, "thinwire.integrations.accelerate")
+
+
+class Registered:
+    """What an `Accelerator` does with hooks and registered objects, in its order."""
+
+    scaler = None
+
+    def __init__(self) -> None:
+        self._custom_objects: list[Any] = []
+        self._saved: list[Callable[..., Any]] = []
+        self._loaded: list[Callable[..., Any]] = []
+        self.register_for_checkpointing = self._custom_objects.append
+        self.register_save_state_pre_hook = self._saved.append
+        self.register_load_state_pre_hook = self._loaded.append
+
+    def save_state(self, folder: Path) -> None:
+        for hook in self._saved:
+            hook([], [], str(folder))
+        torch.save([one.state_dict() for one in self._custom_objects], folder / f"custom {dist.get_rank()}")
+
+    def load_state(self, folder: Path) -> None:
+        for hook in self._loaded:
+            hook([], str(folder))
+        states = torch.load(folder / f"custom {dist.get_rank()}")
+        for one, state in zip(self._custom_objects, states, strict=True):  # as the real one demands
+            one.load_state_dict(state)
+
+
+def _registered(context: RankContext, folder: Path) -> tuple[Any, Callable[..., Any], Callable[[Any], str]]:
+    stand_in = ModuleType("accelerate")
+    stand_in.Accelerator = Registered  # type: ignore[attr-defined]
+    sys.modules["accelerate"] = stand_in
+    from thinwire.integrations.accelerate import attach
+
+    accelerator = Registered()
+
+    def trained(width: int, model: Any = None) -> Any:
+        model = model or DistributedDataParallel(nn.Linear(width, width))
+        sync = attach(accelerator, model, dense=thinwire.compress.power_sgd(rank=2))  # type: ignore[arg-type]
+        for _ in range(2):
+            model(torch.randn(4, width)).square().mean().backward()
+        return sync
+
+    return accelerator, trained, lambda sync: of_state(sync.synchronizer.state_dict())
+
+
+def _detached(context: RankContext, folder: Path) -> None:
+    accelerator, trained, state_of = _registered(context, folder)
+    model = DistributedDataParallel(nn.Linear(64, 64))
+    trained(64, model).detach()
+    accelerator.save_state(folder)
+    accelerator.load_state(folder)
+    assert not [*folder.glob("thinwire-*")]
+    sync = trained(64, model)
+    before = state_of(sync)
+    accelerator.save_state(folder)
+    model(torch.randn(4, 64)).square().mean().backward()
+    assert state_of(sync) != before
+    accelerator.load_state(folder)
+    assert state_of(sync) == before
+    assert len(accelerator._custom_objects) == 1
+    sync.detach()
+    accelerator.load_state(folder)
+
+
+def _two_models(context: RankContext, folder: Path) -> None:
+    accelerator, trained, state_of = _registered(context, folder)
+    both = [trained(64), trained(48)]
+    before = [*map(state_of, both)]
+    accelerator.save_state(folder)
+    accelerator.load_state(folder)
+    assert [*map(state_of, both)] == before
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("what", [_detached, _two_models])
+def test_checkpoints_have_the_state_of_each_model_that_is_attached(what: Callable[..., None], tmp_path: Path) -> None:
+    run_ranks(what, tmp_path, world_size=2)
 
 
 Run = Callable[..., dict[str, Any]]

@@ -7,7 +7,6 @@ the host learns nothing before it asks (`Collectives.numbers`). The same calls r
 
 import weakref
 from collections.abc import Callable, Sequence
-from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -158,8 +157,7 @@ class Collectives:
         incoming = outgoing.new_empty(self.world_size * most)
         self._run(self._all_gather, incoming, outgoing)
         data = incoming.cpu().numpy().tobytes()
-        ends = accumulate([most] * self.world_size, initial=0)
-        return [data[start:end].rstrip(b"\0").decode(errors="replace") for start, end in pairwise(ends)]
+        return [data[at : at + most].rstrip(b"\0").decode(errors="replace") for at in range(0, len(data), most)]
 
     def find_hosts(self, device: torch.device) -> None:
         """Set ``hosts`` to the hosts that ranks say they are on; the host waits."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
@@ -14,6 +15,8 @@ from thinwire.integrations.attachment import Attachment
 
 class AcceleratorSync(Attachment):
     """What `attach` returns. It has all methods of what is attached too, where there are several processes."""
+
+    is_attached = True
 
     def __init__(self, accelerator: Accelerator, model: nn.Module, **options: Any) -> None:
         self._accelerator = accelerator
@@ -34,33 +37,42 @@ class AcceleratorSync(Attachment):
         """
         self._accelerator.log({**(values or {}), **self.per_step()}, step=step)
 
+    def detach(self) -> None:
+        """Remove all hooks, on all ranks; ``save_state`` and ``load_state`` are then for what the accelerator has."""
+        super().detach()
+        self.is_attached = False
+
 
 class _Files:
     """What is registered for checkpointing: hooks know the folder, to which each rank writes its state.
 
-    The custom checkpoint of rank 0 is a note. Earlier versions wrote the states of all ranks there.
+    The custom checkpoint of rank 0 is a note. Earlier versions wrote the states of all ranks there. It stays registered
+    after a `detach`, as a checkpoint is loaded with as many objects as it was saved with, and serves the next `attach`.
+
+    Args:
+        number: of models that are attached beside this one. Each has files of its own.
     """
 
-    def __init__(self, accelerator: Accelerator, sync: AcceleratorSync) -> None:
-        self._sync, self._folder = sync, ""
-        accelerator.register_save_state_pre_hook(lambda models, weights, folder: sync.save(folder))
+    def __init__(self, accelerator: Accelerator, sync: AcceleratorSync, number: int) -> None:
+        self.sync, self._name, self._folder = sync, f"thinwire_{number}" if number else "", Path()
+        accelerator.register_save_state_pre_hook(self._save)
         accelerator.register_load_state_pre_hook(self._note)
 
-    @property
-    def synchronizer(self) -> Any:
-        return self._sync.synchronizer
+    def _save(self, models: list[nn.Module], weights: list[Any], folder: str) -> None:
+        if self.sync.is_attached:
+            self.sync.save(Path(folder, self._name))
 
     def _note(self, models: list[nn.Module], folder: str) -> None:
-        self._folder = folder
+        self._folder = Path(folder, self._name)
 
     def state_dict(self) -> dict[str, Any]:
         return {"files": "thinwire-*.pt"}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if "ranks" in state:
-            self._sync.load_state_dict(state)
-        else:
-            self._sync.load(self._folder)
+        if "ranks" in state and self.sync.is_attached:
+            self.sync.load_state_dict(state)
+        elif self.sync.is_attached:
+            self.sync.load(self._folder)
 
 
 def checkpointer(accelerator: Accelerator, **options: Any) -> Checkpointer:
@@ -85,13 +97,13 @@ def checkpointer(accelerator: Accelerator, **options: Any) -> Checkpointer:
         raise ValueError(f"{len(accelerator._models)} models are prepared: call accelerator.prepare with one")
     loaders = [loader for loader in accelerator._dataloaders if getattr(loader, "use_stateful_dataloader", False)]
     own = [each for each in accelerator._custom_objects if not isinstance(each, _Files)]
-    synchronizers = [each.synchronizer for each in accelerator._custom_objects if isinstance(each, _Files)]
+    attached = (each.sync for each in _files(accelerator) if each.sync.is_attached)
     return Checkpointer(
         accelerator._models[0],
         list(accelerator._optimizers),
         scheduler=list(accelerator._schedulers),
         scaler=accelerator.scaler,
-        synchronizer=next(iter(synchronizers), None),
+        synchronizer=next((sync.synchronizer for sync in attached), None),
         data=[*loaders, *own],
         **options,
     )
@@ -118,6 +130,14 @@ def attach(accelerator: Accelerator, model: nn.Module, **options: Any) -> Accele
         >>> model, optimizer, loader = accelerator.prepare(model, optimizer, loader)     # doctest: +SKIP
         >>> sync = thinwire.integrations.accelerate.attach(accelerator, model)           # doctest: +SKIP
     """
-    sync = AcceleratorSync(accelerator, model, **options)
-    accelerator.register_for_checkpointing(_Files(accelerator, sync))
+    sync, files = AcceleratorSync(accelerator, model, **options), _files(accelerator)
+    free = next((each for each in files if not each.sync.is_attached), None)
+    if free is None:
+        accelerator.register_for_checkpointing(_Files(accelerator, sync, len(files)))
+    else:
+        free.sync = sync
     return sync
+
+
+def _files(accelerator: Accelerator) -> list[_Files]:
+    return [each for each in accelerator._custom_objects if isinstance(each, _Files)]

@@ -7,6 +7,20 @@ from torch import nn
 
 from thinwire.checkpoint import Checkpointer
 from thinwire.checkpoint.state.snapshot import random_states, set_random_states
+from thinwire.errors import logger
+
+
+def attached_before(callback: object, callbacks: list[Any]) -> Any:
+    """Return what a ThinwireCallback has attached, whose state is kept with the rest; None if there is none.
+
+    One that comes later in the list has not attached yet: what it has is of a training that failed.
+    """
+    for index, one in enumerate(callbacks):
+        if hasattr(one, "attachment"):
+            if index < callbacks.index(callback):
+                return one.synchronizer
+            logger.warning("name ThinwireCallback before CheckpointCallback, which else keeps no states of it")
+    return None
 
 
 class Kept:

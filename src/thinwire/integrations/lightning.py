@@ -17,7 +17,7 @@ except ModuleNotFoundError:  # the package has two names
 from thinwire.gradients.module import is_sharded
 from thinwire.gradients.synchronizer import Synchronizer
 from thinwire.integrations.attachment import Attachment, one_of_its_kind
-from thinwire.integrations.checkpoints import Kept
+from thinwire.integrations.checkpoints import Kept, attached_before
 from thinwire.outer import OuterLoop
 
 
@@ -54,6 +54,10 @@ class LightningCallback(Callback):
     def synchronizer(self) -> Synchronizer | OuterLoop | None:
         """What is attached while the model is trained by several processes; None otherwise."""
         return None if self.attachment is None else self.attachment.synchronizer
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Forget what an evaluation has loaded: a checkpoint of this run is loaded after this."""
+        self._to_restore = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.attachment is not None:  # a training that ended with an error
@@ -126,9 +130,11 @@ class LightningCheckpoints(Callback):
         self._steps = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.on_train_end(trainer, pl_module)  # of a training that ended with an error
         loop, schedulers = trainer.fit_loop, [config.scheduler for config in trainer.lr_scheduler_configs]
         scaler = getattr(trainer.precision_plugin, "scaler", None)
-        parts = {"scheduler": schedulers or None, "scaler": scaler, **self.options}
+        sync = attached_before(self, trainer.callbacks)
+        parts = {"scheduler": schedulers or None, "scaler": scaler, "synchronizer": sync, **self.options}
         self.kept = Kept(trainer.strategy.model, trainer.optimizers, loop.state_dict, **parts)
         if self.kept.counters is not None:
             loop.load_state_dict(self.kept.counters)

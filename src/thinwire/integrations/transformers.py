@@ -8,7 +8,7 @@ from transformers import Trainer, TrainerCallback, TrainerState
 
 from thinwire.gradients.synchronizer import Synchronizer
 from thinwire.integrations.attachment import Attachment, one_of_its_kind
-from thinwire.integrations.checkpoints import Kept
+from thinwire.integrations.checkpoints import Kept, attached_before
 from thinwire.outer import OuterLoop
 
 _COUNTERS = ("global_step", "epoch", "total_flos", "num_input_tokens_seen", "best_metric", "best_global_step")
@@ -116,8 +116,10 @@ class CheckpointCallback(TrainerCallback):
         self.kept: Kept | None = None
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        self.on_train_end(args, state, control)  # of a training that ended with an error
         trainer, _ = _training_of(self, state)
-        parts = {"scheduler": trainer.lr_scheduler, "scaler": trainer.accelerator.scaler, **self.options}
+        scaler, sync = trainer.accelerator.scaler, attached_before(self, trainer.callback_handler.callbacks)
+        parts = {"scheduler": trainer.lr_scheduler, "scaler": scaler, "synchronizer": sync, **self.options}
 
         def read() -> dict[str, Any]:
             return {name: getattr(trainer.state, name) for name in _COUNTERS}

@@ -71,15 +71,6 @@ def _works(process: int, events: Sequence[Event], tracks: Mapping[str, int]) -> 
         start, seconds = 1e6 * (event.start_seconds - origin), 1e6 * event.seconds
         if not (0 <= start < float("inf") and 0 <= seconds < float("inf")):
             raise ValueError(f"{event.name!r} starts at {event.start_seconds} s and takes {event.seconds} s: no event")
-        records.append(
-            {
-                "ph": "X",
-                "name": event.name,
-                "pid": process,
-                "tid": tracks[event.track],
-                "ts": start,
-                "dur": seconds,
-                "args": dict(event.arguments),
-            }
-        )
+        about = {"name": event.name, "pid": process, "tid": tracks[event.track], "args": dict(event.arguments)}
+        records.append({"ph": "X", **about, "ts": start, "dur": seconds})
     return records

@@ -27,17 +27,8 @@ from thinwire.plan.search import search
 from thinwire.plan.timeline import iteration_seconds
 
 __all__ = [
-    "Policy",
-    "byte_cap",
-    "cupcake",
-    "equal_count",
-    "layerwise",
-    "mg_wfbp",
-    "omgs",
-    "one_bucket",
-    "parse",
-    "safusion",
-]
+    "Policy", "byte_cap", "cupcake", "equal_count", "layerwise", "mg_wfbp", "omgs", "one_bucket", "parse", "safusion"
+]  # fmt: skip
 """What `thinwire.fuse` offers."""
 
 
@@ -308,8 +299,7 @@ def _covering_groups(profile: Profile, first: int) -> Groups:
 
     ends = [first]
     computing, _ = seconds_of(0, count)
-    _, covered = seconds_of(0, first)
-    communicated = covered
+    communicated = covered = seconds_of(0, first)[1]
     while ends[-1] < count:
         start, end = ends[-1], ends[-1] + 1
         if communicated > computing:

@@ -162,10 +162,8 @@ class _Search:
         rank = values.sum(axis=0) if self.width is None else seconds
         kept: list[int] = []
         indices = np.arange(rank.size)
-        while indices.size:
+        while indices.size and len(kept) != self.width:
             first = int(rank.argmin())
-            if len(kept) == self.width:
-                break
             kept.append(int(indices[first]))
             left = (values < values[:, first : first + 1] - self.tolerance).any(axis=0)
             values, rank, indices = values[:, left], rank[left], indices[left]

@@ -86,8 +86,7 @@ class Gradients:
                 sizes[parameter.dtype] = self._starts[name] + parameter.numel()
         self._sums = {dtype: _emptied(self._sums.get(dtype), size, self.device) for dtype, size in sizes.items()}
         self._pieces: dict[str, list[SparseRows]] = {}
-        everything = self._model.named_parameters()
-        self._kinds = {name: NONE if entry.requires_grad else FROZEN for name, entry in everything}
+        self._kinds = {name: NONE if one.requires_grad else FROZEN for name, one in self._model.named_parameters()}
         self._written: dict[str, str] = {}
         self._means: dict[str, Tensor] = {}
 

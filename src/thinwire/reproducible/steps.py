@@ -231,13 +231,8 @@ class Steps:
         with lane.setting_up():
             lane.channel(Subject("steps", self._text())).open()
             is_new = lane.rank in roll.new
-            seconds = None if is_new else self._seconds
-            mine = {
-                "number": self.number,
-                "prepared": self._is_prepared,
-                "done": sorted(self._done),
-                "seconds": seconds,
-            }
+            own = None if is_new else self._seconds
+            mine = {"number": self.number, "prepared": self._is_prepared, "done": sorted(self._done), "seconds": own}
             statuses = gather_json(lane.exchange, "steps of ranks", mine)
             old = [rank for rank in range(lane.world_size) if rank not in roll.new]
             # Nobody has ended a step for which a rank is not prepared. Newcomers need a rank that has not ended the

@@ -44,7 +44,7 @@ def placed(point: Scheme | TwoLevel, channel: Channel) -> Scheme | TwoLevel:
 
 
 def _resolved(scheme: str | Scheme | TwoLevel, channel: Channel) -> Scheme | TwoLevel | None:
-    point = resolve(scheme) if isinstance(scheme, str) else scheme
+    point = scheme if isinstance(scheme, (Scheme, TwoLevel)) else resolve(scheme)
     return None if point is None else placed(point, channel)
 
 

@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,19 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 
+import thinwire
 from thinwire.checkpoint import CheckpointPolicy, Storage
 from thinwire.checkpoint.holder.start import HolderOptions, ensure_holder, stop_holder
 from thinwire.integrations import accelerate, lightning, torchtitan, transformers
 
 FOLDER = Path(sys.argv[1])
 ROWS, BATCH, STEPS, STOP = 48, 4, 14, 9  # six batches an epoch and rank: it stops in the middle of the second one
+
+
+SYNCS = {
+    "compressed": {"dense": thinwire.compress.leave_small(thinwire.compress.top_k(0.2), 0, 0)},
+    "outer": {"outer": thinwire.outer.diloco(every=4)},
+}
 
 
 class Model(nn.Module):
@@ -54,21 +62,26 @@ def options(run: str) -> dict[str, Any]:
 
 
 class Stop(TrainerCallback):
-    def __init__(self, at: int) -> None:
-        self._at = at
+    def __init__(self, at: int, fails: bool) -> None:
+        self._at, self._fails = at, fails
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self._fails and state.global_step == STOP:
+            self._fails = False
+            raise InterruptedError
         control.should_training_stop = state.global_step >= self._at
 
 
-def hf(run: str, until: int) -> tuple[int, str]:
+def hf(run: str, until: int, fails: bool = False, **sync: Any) -> tuple[int, str]:
     set_seed(1)
     model = Model()
     arguments = TrainingArguments(
         str(FOLDER / run), per_device_train_batch_size=BATCH, max_steps=STEPS, use_cpu=True, report_to=[], seed=1,
         save_strategy="no", disable_tqdm=True, remove_unused_columns=False, logging_strategy="no", data_seed=5,
     )  # fmt: skip
-    callbacks = [transformers.CheckpointCallback(**options(run)), Stop(until)]
+    callbacks = [transformers.CheckpointCallback(**options(run)), Stop(until, fails)]
+    if sync:
+        callbacks.insert(0, transformers.ThinwireCallback(**sync))
     first = []
 
     class First(TrainerCallback):
@@ -76,14 +89,18 @@ def hf(run: str, until: int) -> tuple[int, str]:
             first.append(state.global_step)
 
     trainer = Trainer(model, arguments, train_dataset=rows(), callbacks=[*callbacks, First()])
-    trainer.train()
+    with suppress(InterruptedError):
+        trainer.train()
+    if fails:
+        first.clear()
+        trainer.train()
     return first[0], digest(model)
 
 
 class Module(L.LightningModule):
-    def __init__(self) -> None:
+    def __init__(self, fails: bool) -> None:
         super().__init__()
-        self.model, self.first = Model(), -1
+        self.model, self.first, self._fails = Model(), -1, fails
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
@@ -91,18 +108,24 @@ class Module(L.LightningModule):
 
     def training_step(self, batch: dict[str, torch.Tensor], index: int) -> torch.Tensor:
         self.first = self.global_step if self.first < 0 else self.first
+        if self._fails and self.global_step == STOP:
+            self.first, self._fails = -1, False
+            raise InterruptedError
         return self.model(**batch)["loss"]
 
 
-def fit(run: str, until: int) -> tuple[int, str]:
+def fit(run: str, until: int, fails: bool = False, **sync: Any) -> tuple[int, str]:
     L.seed_everything(1)
-    module = Module()
-    trainer = L.Trainer(
-        accelerator="cpu", strategy="ddp", devices=2, max_steps=until, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, default_root_dir=FOLDER,
-        callbacks=[lightning.CheckpointCallback(**options(run))],
-    )  # fmt: skip
-    trainer.fit(module, DataLoader(rows(), BATCH, shuffle=True))
+    module, callbacks = Module(fails), [lightning.CheckpointCallback(**options(run))]
+    if sync:
+        callbacks.insert(0, lightning.ThinwireCallback(**sync))
+    for _ in range(1 + fails):
+        trainer = L.Trainer(
+            accelerator="cpu", strategy="ddp", devices=2, max_steps=until, logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False, default_root_dir=FOLDER, callbacks=callbacks,
+        )  # fmt: skip
+        with suppress(InterruptedError):
+            trainer.fit(module, DataLoader(rows(), BATCH, shuffle=True))
     return module.first, digest(module)
 
 
@@ -207,6 +230,13 @@ def main() -> None:
         whole, stopped, resumed = train(f"{train.__name__}-whole", STEPS), train(train.__name__, STOP), None
         resumed = train(train.__name__, STEPS)
         result[train.__name__] = {"whole": whole, "stopped": stopped, "resumed": resumed}
+    for train in (hf, fit):
+        name = train.__name__
+        result[name]["failed"] = train(f"{name}-failed", STEPS, fails=True)
+        runs = {"whole": STEPS, "stopped": STOP, "resumed": STEPS}
+        for of, sync in SYNCS.items():
+            names = {run: f"{name}-{of}-whole" if run == "whole" else f"{name}-{of}" for run in runs}
+            result[f"{name}, {of}"] = {run: train(names[run], until, **sync) for run, until in runs.items()}
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, result)
     if dist.get_rank() == 0:

@@ -74,6 +74,14 @@ def train(name: str, callbacks: list[L.Callback], resume: str | None = None, **o
     }
 
 
+def evaluate(name: str, callback: L.Callback) -> float:
+    """Return the loss of a model of the first epoch's checkpoint, which has states of the callback too."""
+    loop = trainer([callback], logger=False)
+    path = str(FOLDER / name / "epoch=0.ckpt")
+    (found,) = loop.validate(Wide(), DataLoader(clicks(32, seed=2), 8), path, verbose=False, weights_only=False)
+    return found["valid_loss"]
+
+
 class Reseed(L.Callback):
     """Gives dropout the same numbers in a step, whether the training is resumed or not."""
 
@@ -145,6 +153,7 @@ def main() -> None:
             "strategy", [Reseed()], strategy=ThinwireStrategy({"rows": "zen"}, find_unused_parameters=True)
         ),
         "low_rank": train("low_rank", [Reseed(), callback, watch]),
+        "low_rank_evaluated": {"valid": evaluate("low_rank", callback)},
         "low_rank_again": train("low_rank_again", [Reseed(), callback]),  # nothing is left of the first training
         "low_rank_resumed": train(
             "low_rank_resumed", [Reseed(), ThinwireCallback(**low_rank)], str(FOLDER / "low_rank" / "epoch=0.ckpt")

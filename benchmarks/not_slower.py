@@ -29,9 +29,8 @@ above, and anything else is not resolved by so many rounds.
 Calls are those of Python in a step on the training thread. On loopback, ranks that train one model only, by stock or
 thinwire, say what attach and the first 200 steps add to memory, and take of the processors, whichever thread takes it.
 Tables of the jobs named ``..._dense`` have dense gradients, and those of the others are ``sparse=True``; the model of
-``torch_transformer`` is one of torch's own tests. ``mlp_plain`` and the like attach the plain module instead of DDP, and
-``table_unused`` and the like have all three look for unused parameters. Links other than "none" need network
-namespaces.
+``torch_transformer`` is one of torch's own tests. Jobs named ``..._plain`` attach the plain module instead of DDP, and
+in those named ``..._unused`` DDP looks for unused parameters. Links other than "none" need network namespaces.
 """
 
 from __future__ import annotations

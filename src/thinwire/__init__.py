@@ -35,45 +35,17 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "CorruptMessageError",
-    "LostPeerError",
-    "MismatchError",
-    "PeerError",
-    "Plan",
-    "Scheme",
-    "SparseRows",
-    "Synchronizer",
-    "ThinwireError",
-    "attach",
-    "backend",
-    "checkpoint",
-    "compress",
-    "deltas",
-    "embedding_tables",
-    "errors",
-    "fuse",
-    "integrations",
-    "outer",
-    "plan",
-    "reproducible",
-    "schemes",
-    "sparse_all_reduce",
-]
+    "CorruptMessageError", "LostPeerError", "MismatchError", "PeerError", "Plan", "Scheme", "SparseRows",
+    "Synchronizer", "ThinwireError", "attach", "backend", "checkpoint", "compress", "deltas", "embedding_tables",
+    "errors", "fuse", "integrations", "outer", "plan", "reproducible", "schemes", "sparse_all_reduce",
+]  # fmt: skip
 
 _MODULE_OF = {
-    "CorruptMessageError": "errors",
-    "LostPeerError": "errors",
-    "MismatchError": "errors",
-    "PeerError": "errors",
-    "Plan": "plan.plan",
-    "Scheme": "sums.scheme",
-    "SparseRows": "rows.sparse",
-    "Synchronizer": "gradients.synchronizer",
-    "ThinwireError": "errors",
-    "attach": "attach",
-    "embedding_tables": "gradients.sharded.layout",
-    "sparse_all_reduce": "all_reduce",
-}
+    "CorruptMessageError": "errors", "LostPeerError": "errors", "MismatchError": "errors", "PeerError": "errors",
+    "Plan": "plan.plan", "Scheme": "sums.scheme", "SparseRows": "rows.sparse",
+    "Synchronizer": "gradients.synchronizer", "ThinwireError": "errors", "attach": "attach",
+    "embedding_tables": "gradients.sharded.layout", "sparse_all_reduce": "all_reduce",
+}  # fmt: skip
 
 
 if not TYPE_CHECKING:  # which would take any name for one of ours

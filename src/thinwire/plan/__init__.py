@@ -19,22 +19,9 @@ if TYPE_CHECKING:
     simulate: Any
 
 __all__ = [
-    "Candidate",
-    "Group",
-    "Groups",
-    "How",
-    "Linear",
-    "Measurement",
-    "Plan",
-    "Profile",
-    "Timeline",
-    "Training",
-    "best_plan",
-    "check_groups",
-    "iteration_seconds",
-    "measure_training",
-    "simulate",
-]
+    "Candidate", "Group", "Groups", "How", "Linear", "Measurement", "Plan", "Profile", "Timeline", "Training",
+    "best_plan", "check_groups", "iteration_seconds", "measure_training", "simulate",
+]  # fmt: skip
 
 _HOMES = {
     "lab.planning.training": ("How", "Training", "measure_training"),

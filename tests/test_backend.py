@@ -483,6 +483,10 @@ def _unusual_calls(context: RankContext, group_of: str) -> dict[str, Any]:
     turned = values(80, 40).t()
     dist.all_reduce(turned, group=one)
     results["strides"] = [turned.contiguous()]
+    lists = [values(2000), values(2000) + 5], [values(2000), values(2000) + rank]
+    one.allreduce(lists[0]).wait()
+    one.broadcast(lists[1], dist.BroadcastOptions()).wait()
+    results["several tensors"] = [tensor for several in lists for tensor in several]
     for name, call in {
         "too short": lambda: dist.reduce_scatter_tensor(torch.empty(1500), values(2000 * world_size), group=group()),
         "too long": lambda: dist.all_gather_into_tensor(torch.empty(2500 * world_size), values(2000), group=group()),

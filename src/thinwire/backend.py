@@ -213,6 +213,8 @@ class ThinwireGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: Any, *arguments: Any, **keywords: Any) -> dist.Work:
         """Sum tensors over all ranks, in place."""
+        if _are_several(tensors):
+            return self._plain.allreduce(tensors, *arguments, **keywords)
         tensor: Tensor = tensors if isinstance(tensors, Tensor) else tensors[0]
         if tensor.is_sparse and (scale := self._scale(tensor, arguments, keywords)) is not None:
             rows = tensor._values().nbytes + tensor._indices().nbytes
@@ -255,6 +257,8 @@ class ThinwireGroup(dist.ProcessGroup):
 
     def broadcast(self, tensors: Any, *arguments: Any, **keywords: Any) -> dist.Work:
         """Give all ranks what one has."""
+        if _are_several(tensors):
+            return self._plain.broadcast(tensors, *arguments, **keywords)
         tensor: Tensor = tensors if isinstance(tensors, Tensor) else tensors[0]
         options = arguments[0] if arguments else keywords.get("opts", keywords.get("root", 0))
         source = getattr(options, "rootRank", options)
@@ -639,6 +643,11 @@ def _sparse_sum(tensor: Tensor, how: tuple[Any, ...], count: _Count, lane: Lane)
         return lane.exchange.traffic.sent_bytes - before
 
     return finish
+
+
+def _are_several(tensors: Any) -> bool:
+    """Return whether a call has more than one tensor, as no function of torch's passes: Gloo's takes them all."""
+    return not isinstance(tensors, Tensor) and len(tensors) > 1
 
 
 def _values(tensor: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -147,3 +148,16 @@ def test_names_differ_where_settings_decide_about_what_is_sent() -> None:
         (compress.ok_topk(), replace(compress.ok_topk(), reselect_every=4)),
     ):
         assert one.name != other.name
+
+
+@pytest.mark.parametrize("wrong", ["2", [2]])
+@pytest.mark.parametrize("name", sorted(CONSTRUCTORS))
+def test_a_setting_that_is_no_number_is_refused_by_its_name(name: str, wrong: object) -> None:
+    """Comparisons said "'<' not supported between instances of 'float' and 'str'"."""
+    make, inner = CONSTRUCTORS[name], compress.power_sgd() if name == "ef21" else compress.top_k(0.1)
+    legal = {"inner": inner, "density": 0.1, "steps": 3, "value": 1.0}
+    needed = {key: legal[key] for key, one in signature(make).parameters.items() if one.default is one.empty}
+    for key, one in signature(make).parameters.items():
+        if key != "seed" and type(legal.get(key, one.default)) in (int, float):  # many need no seed, and ignore it
+            with pytest.raises(ValueError, match=key.partition("_")[0]):
+                make(**{**needed, key: wrong})

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum
+from numbers import Real
 from typing import Any, get_args
 
 import torch
@@ -21,6 +22,7 @@ State = dict[str, Any]
 """State of one parameter in one compressor: tensors, ints, floats and nested states by name. Updated in place."""
 EXCHANGES = ("auto", "all_reduce", "all_gather", "two_shot", *get_args(SchemeName)[1:])
 """Names of exchanges; of schemes the first is "auto" too."""
+_NUMBERS = int, float, int | float, int | None, float | None
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,8 @@ class Compressor(ABC):
         super().__init_subclass__()
         if "__repr__" not in vars(cls):
             cls.__repr__ = Compressor.__repr__  # before `dataclass` writes one with the name of the class
+        if (check := vars(cls).get("__post_init__")) is not None:
+            cls.__post_init__ = lambda self: _check_numbers(self) or check(self)
 
     def __repr__(self) -> str:
         return self.name
@@ -146,6 +150,14 @@ class Compressor(ABC):
             >>> thinwire.attach(model, dense=top_k(0.01).by("two_shot"))                 # doctest: +SKIP
         """
         return Exchanged(self, getattr(exchange, "name", None) or exchange)
+
+
+def _check_numbers(compressor: Any) -> None:
+    """Raise ValueError for a setting that is to be a number and is none."""
+    for item in fields(compressor):
+        value = getattr(compressor, item.name)
+        if item.type in _NUMBERS and not isinstance(value, (Real, item.type)):
+            raise ValueError(f"{type(compressor).__name__}: {item.name} is a number, not {value!r}")
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, field
+from numbers import Real
 
 from torch import Tensor
 
@@ -97,7 +98,8 @@ def dgc(
         >>> dgc(0.001, steps_per_epoch=500).name
         'momentum_correction(warm_up(sampled_top_k(0.001), 2000 steps in 4 from 0.251189), 0.9)'
     """
-    if warm_up_epochs < 0 or (steps_per_epoch is not None and steps_per_epoch < 1):
+    steps = 1 if steps_per_epoch is None else steps_per_epoch
+    if not (isinstance(warm_up_epochs, Real) and isinstance(steps, Real) and warm_up_epochs >= 0 and steps >= 1):
         raise ValueError(
             f"DGC cannot warm up over {warm_up_epochs} epochs of {steps_per_epoch} steps: pass warm_up_epochs=0 for no"
             " warm-up, and steps_per_epoch=len(data_loader)"

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from clocks import wait_until
 from holders import SECRET, running_holders
 from tests.checkpoint.common.restored import keeper, on_disk
 from thinwire.checkpoint import Checkpointer, CheckpointPolicy, Disk, Storage
@@ -81,6 +82,8 @@ def train(
                     optimizer.step()
                     checkpointer.step()
                     assert checkpointer.flush(20) or (step + 1) % every
+                    # there is no version while one is copied for the disk, however long that takes
+                    wait_until(lambda: checkpointer._tier is None or not checkpointer._tier.obstacle)
             except (ValueError, ThinwireError) as error:
                 restored = f"{type(error).__name__}: {error}"
         texts = "\n".join(str(warning.message) for warning in caught)

@@ -83,4 +83,8 @@ def check_method(row: dict[str, Any], kills: int) -> None:
     assert row["restore_bitwise_equal"] is True
     assert 0.0 <= row["iterations_lost"] < 6.0
     assert row["recovery_seconds_processes"] > 0.0
-    assert row["wasted_seconds"] > row["recovery_seconds_host"] > 0.0
+    assert row["recovery_seconds_host"] > 0.0
+    if row["interval_iterations"] is None:  # on a machine that is busy, few iterations may be without any checkpoint
+        assert (row["method"], row["wasted_seconds"]) == (THINWIRE, None)
+    else:
+        assert row["wasted_seconds"] > row["recovery_seconds_host"]

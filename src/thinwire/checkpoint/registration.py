@@ -293,10 +293,9 @@ class Registration:
         shared_bytes = self.common.payload_bytes if self.common is not None else 0
         peers = holders_of(self.holders, self.replicas, self._domains)[self.rank][1:]
         is_same = peers == self.peers and attempt == self._attempt and self.common == before
-        if is_same and self.has_room(payload_bytes, shared_bytes):
-            self._all(lambda: None)
-        else:
-            self._all(lambda: self._hello(max(0, payload_bytes - aligned(shared_bytes)), attempt, peers))
+        is_kept = is_same and self.has_room(payload_bytes, shared_bytes)
+        rest = max(0, payload_bytes - aligned(shared_bytes))
+        self._all(lambda: None if is_kept else self._hello(rest, attempt, peers))
 
     def shortage(self, payload_bytes: int, commons: Sequence[tuple[int, int]] = ()) -> str:
         """Return which holder can never keep a state of that size, by its budget, or an empty text; collective."""

@@ -262,8 +262,8 @@ def test_a_reconnect_that_comes_through_after_the_end_leaves_no_lease(alone: Non
     registration = checkpointer._registration
     connect, made = registration._connect, list[HolderClient]()
 
-    def connect_late() -> HolderClient:
-        made.append(connect())
+    def connect_late(start: bool) -> HolderClient:
+        made.append(connect(start))
         checkpointer.close()
         return made[0]
 

@@ -9,7 +9,7 @@ stays.
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -189,10 +189,8 @@ class Agreement:
         registered = registered and (self._has_in_common or not self._registration.has_in_common)
         self.keep = max(self.keep, keep)
         if safe and registered and self._registration.moving:
-            try:
+            with self.losing():
                 self._registration.release()
-            except FAILURES as error:
-                self.lose(error)
             return self.take_turn(step)  # with the slots that there is room for now
         if not ready:
             return self._skip(step, obstacle or "another rank cannot make one")
@@ -299,8 +297,14 @@ class Agreement:
     def abandon(self, writer: SlotWriter) -> None:
         """Give a slot back, empty."""
         self.persist(writer.step, "it was given up")
-        try:
+        with self.losing():
             writer.abandon()
+
+    @contextlib.contextmanager
+    def losing(self) -> Iterator[None]:
+        """Go on after the block without the holder, if that does not answer any more."""
+        try:
+            yield
         except FAILURES as error:
             self.lose(error)
 
@@ -383,11 +387,9 @@ class Agreement:
 
     def _slot(self, step: int) -> SlotWriter | None:
         client = self._registration.client
-        try:
+        with self.losing():
             return None if client is None else client.slot(step, self.keep if self.keep >= 0 else None)
-        except FAILURES as error:
-            self.lose(error)
-            return None
+        return None
 
     def _stay_away(self, step: int, stride: int) -> Turn:
         """Take no part in a version that others write; those of this host must not wait for this rank."""
@@ -402,11 +404,9 @@ class Agreement:
             return
         total = int(self.status.get("bytes_pending", 0)) + num_bytes * len(self._registration.peers)
         self._offered_until = int(self.status.get("bytes_sent", 0)) + total
-        try:
+        with self.losing():
             client.revoke()
             self._pacer.offer(total, self.link_bytes_per_second, float(self.status.get("latency_seconds", 0.0)))
-        except FAILURES as error:
-            self.lose(error)
 
     def _skip(self, step: int, reason: str) -> Turn:
         logger.info("no checkpoint of step %s: %s", step, reason)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from thinwire.checkpoint.agreement import FAILURES, Agreement, Divergence
+from thinwire.checkpoint.agreement import Agreement, Divergence
 from thinwire.checkpoint.cycle import Cycle
 from thinwire.checkpoint.dcp.tier import PersistentTier, check_parent
 from thinwire.checkpoint.elastic.heartbeat import Heartbeat
@@ -261,7 +261,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         self._cycle.settle()
         newest, attempt = self._cycle.records.newest_step, self._agreement.attempt
         registration, deadline = self._registration, time.monotonic() + timeout_seconds
-        try:
+        with self._agreement.losing():
             while registration.registered and registration.client is not None:
                 registration.client.grant_all()
                 status = registration.client.status()
@@ -272,8 +272,6 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
                 if time.monotonic() > deadline:
                     return False
                 time.sleep(_FLUSH_POLL_SECONDS)
-        except FAILURES as error:
-            self._agreement.lose(error)
         return False
 
     def records(self) -> list[VersionRecord]:

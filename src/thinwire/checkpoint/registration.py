@@ -149,14 +149,9 @@ class Registration:
 
     def _connect_all(self) -> None:
         """Connect all ranks. Raises ValueError on all ranks if one has no holder, or if there are too few hosts."""
-        error = ""
-        try:
-            self.client = self._connect(start=True)
-        except (ThinwireError, ValueError, OSError) as reason:
-            error = str(reason)
-        self.exchange(error)
-        machines = len(set(self.holders))
-        if machines == 1 and self.replicas > 1:
+        self.reconnect(start=True)
+        self.exchange()
+        if len(set(self.holders)) == 1 and self.replicas > 1:
             self._warn(
                 "all ranks are on one machine, so there is nobody to keep a replica: checkpoints survive the death of"
                 " processes, not of the machine (pass replicas=1 to say that this is meant)"
@@ -188,7 +183,7 @@ class Registration:
         if self.rank == 0:
             warnings.warn(text, stacklevel=6)
 
-    def _connect(self, start: bool = False) -> HolderClient:
+    def _connect(self, start: bool) -> HolderClient:
         """To the holder of this host, which is started if all ranks of the job are on this host."""
         world_size = str(dist.get_world_size(self.group))
         if start and os.environ.get("LOCAL_WORLD_SIZE") == world_size:
@@ -206,9 +201,9 @@ class Registration:
                 client.join(self.run_id, self._job)
         return client
 
-    def exchange(self, error: str = "") -> None:
+    def exchange(self) -> None:
         """Gather the addresses of all holders. Raises ValueError on all ranks if one of them is missing."""
-        address, error = "", error or str(self.failure or "the holder of its host is lost")
+        address, error = "", str(self.failure or "the holder of its host is lost")
         if self.client is not None:
             try:
                 address = str(self.client.holder_status()["address"])
@@ -236,13 +231,13 @@ class Registration:
             if first[address]["machine"] != each["machine"]:
                 raise ValueError(f"{self._names[address]} and {each['host']} have their holders at {address}: {_BIND}")
 
-    def reconnect(self) -> None:
-        """Reconnect if necessary and possible; not collective."""
+    def reconnect(self, start: bool = False) -> None:
+        """Connect if necessary and possible, or with ``start`` to a holder that this job starts; not collective."""
         if self.client is not None and self.client.is_closed:
             self.close()
         if self.client is None:
             try:
-                self.client, self.failure = self._connect(), None
+                self.client, self.failure = self._connect(start), None
             except (ThinwireError, ValueError, OSError) as error:
                 self.failure = error
         if self._is_over:  # `close` came meanwhile, in another thread
@@ -298,10 +293,9 @@ class Registration:
         shared_bytes = self.common.payload_bytes if self.common is not None else 0
         peers = holders_of(self.holders, self.replicas, self._domains)[self.rank][1:]
         is_same = peers == self.peers and attempt == self._attempt and self.common == before
-        if is_same and self.has_room(payload_bytes, shared_bytes):
-            self._all(lambda: None)
-        else:
-            self._all(lambda: self._hello(max(0, payload_bytes - aligned(shared_bytes)), attempt, peers))
+        is_kept = is_same and self.has_room(payload_bytes, shared_bytes)
+        rest = max(0, payload_bytes - aligned(shared_bytes))
+        self._all(lambda: None if is_kept else self._hello(rest, attempt, peers))
 
     def shortage(self, payload_bytes: int, commons: Sequence[tuple[int, int]] = ()) -> str:
         """Return which holder can never keep a state of that size, by its budget, or an empty text; collective."""

@@ -203,10 +203,8 @@ class MomentumCorrection(Wrapper):
         return f"momentum_correction({self.inner.name}, {settings}{clip})"
 
     def init(self, parameter: Parameter) -> State:
-        def zeros() -> Tensor:
-            return torch.zeros(parameter.shape, dtype=parameter.working_dtype)
-
-        return {"momentum": zeros(), "velocity": zeros(), "inner": self.inner.init(parameter)}
+        momentum = torch.zeros(parameter.shape, dtype=parameter.working_dtype)
+        return {"momentum": momentum, "velocity": momentum.clone(), "inner": self.inner.init(parameter)}
 
     def compress(self, gradient: Tensor, parameter: Parameter, state: State) -> Payload:
         momentum, velocity = state["momentum"], state["velocity"]

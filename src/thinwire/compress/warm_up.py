@@ -103,7 +103,8 @@ class WarmUp(Wrapper):
         state["step"] = step + 1
         if self._is_dense(step):
             return DensePayload(Identity().compress(gradient, parameter, state).parts)
-        return self._at(step).compress(gradient, parameter, state["inner"])
+        inner = self.inner if step >= self.steps else _changed(self.inner, density=self.density(step))
+        return inner.compress(gradient, parameter, state["inner"])
 
     def finish(self, mean: Tensor, parameter: Parameter, state: State) -> None:
         if not self._is_dense(state["step"] - 1):
@@ -111,10 +112,6 @@ class WarmUp(Wrapper):
 
     def _is_dense(self, step: int) -> bool:
         return step < self.steps and density_of(self.inner) is None
-
-    def _at(self, step: int) -> Compressor:
-        density = self.density(step)
-        return self.inner if density is None or step >= self.steps else _changed(self.inner, density=density)
 
 
 @dataclass(frozen=True, eq=False)

@@ -105,7 +105,7 @@ class Anchors:
 
     def trained(self, fragment: int) -> list[str]:
         """Return the names of a fragment that have been trained, on all ranks alike."""
-        return [name for name in self.fragments[fragment] if self._is_trained(name)]
+        return [name for name in self.fragments[fragment] if name not in self._frozen]
 
     def difference(self, fragment: int) -> dict[str, Tensor]:
         """Return ``anchor - parameter`` of a fragment, in the precision of the anchor.
@@ -163,7 +163,7 @@ class Anchors:
         A buffer that is gone or has another shape is its anchor.
         """
         there = self._there()
-        trained = [name for name in self.anchors if self._is_trained(name)]
+        trained = [name for name in self.anchors if name not in self._frozen]
         pairs = {name: (self.local(name), self.anchors[name].detach()) for name in trained}
         return pairs | {name: (there.get(name, anchor), anchor) for name, anchor in self.buffers.items()}
 
@@ -207,7 +207,7 @@ class Anchors:
                 momentum = outer.state.get(self.anchors[name], {}).get("momentum_buffer")
                 if momentum is not None:
                     momenta[name] = momentum
-        anchors = {name: anchor.detach() for name, anchor in self.anchors.items() if self._is_trained(name)}
+        anchors = {name: anchor.detach() for name, anchor in self.anchors.items() if name not in self._frozen}
         return {"anchors": anchors, "momenta": momenta, "buffers": dict(self.buffers)}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
@@ -231,9 +231,6 @@ class Anchors:
                     anchor = self.anchors[name]
                     momentum = state["momenta"][name].to(anchor.device, anchor.dtype, copy=True)
                     outer.state[anchor]["momentum_buffer"] = momentum
-
-    def _is_trained(self, name: str) -> bool:
-        return name not in self._frozen
 
     def _widen(self, names: Collection[str]) -> None:
         """Give parameters that were frozen anchors of their own."""

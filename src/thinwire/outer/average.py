@@ -201,8 +201,7 @@ class Averager:
         names = [name for name in differences if not self.is_table(name)]
         coded = [name for name in names if compressed is not None and compressed.takes(name)]
         exact = [as_real(tensor) for tensor in (*(differences[one] for one in names if one not in coded), *buffers)]
-        if coded:
-            assert compressed is not None
+        if compressed is not None and coded:
             compressed.synchronize(lane, [(name, differences[name]) for name in coded], exact)
         elif exact:
             self._statistics.average(channel, exact)

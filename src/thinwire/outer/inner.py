@@ -44,12 +44,8 @@ class InnerGroup:
     def __init__(self, process_group: dist.ProcessGroup, is_alike: bool, device: torch.device) -> None:
         self._group, self.is_alike, self._device = process_group, is_alike, device
         self.number = process_group.rank()
-        self.speaks = not is_alike or process_group.rank() == 0
-
-    @property
-    def shard(self) -> int:
-        """The number of this rank's shard."""
-        return 0 if self.is_alike else self._group.rank()
+        self.speaks = not is_alike or self.number == 0
+        self.shard = 0 if is_alike else self.number  # the number of this rank's shard
 
     def wait(self, wait: Callable[[], Sequence[float]], count: int) -> list[float]:
         """Wait for a round on the training thread of all these ranks: all of them go on, or none.

@@ -163,9 +163,8 @@ class Rounds(ABC):
         """Return what this rank, a new one, cannot take of the state of another; all have to learn it at once."""
         mine, given = self.anchors.state_dict(), {**state["untrained"], **state["anchors"]}
         wrong = mine["anchors"].keys() - state["anchors"].keys() | mine["buffers"].keys() ^ state["buffers"].keys()
-        for name, tensor in {**self._untrained(), **mine["anchors"]}.items():
-            if name not in given or given[name].shape != tensor.shape:
-                wrong.add(name)
+        here = {**self._untrained(), **mine["anchors"]}
+        wrong |= {name for name, one in here.items() if name not in given or given[name].shape != one.shape}
         return f"{min(wrong)} is missing, frozen, not finite or of another shape on one side only" if wrong else FITS
 
     @abstractmethod

@@ -19,26 +19,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Size, Tensor
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import (
-    LoadItemType,
-    LoadPlan,
-    LoadPlanner,
-    ReadItem,
-    SavePlan,
-    SavePlanner,
-    WriteItem,
-    WriteItemType,
-)
-from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import LoadItemType, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from thinwire.checkpoint.agreement import Agreement
@@ -107,7 +92,7 @@ _TURN_SECONDS = 60.0
 _POLL_SECONDS = 0.005
 
 
-class MemoryWriter(MemoryStorage, StorageWriter):
+class MemoryWriter(MemoryStorage, dcp.StorageWriter):
     """A DCP writer to the memory of this host and of its peers: ``dcp.save(state,
     storage_writer=MemoryWriter("my-run"))``.
 
@@ -148,7 +133,7 @@ class MemoryWriter(MemoryStorage, StorageWriter):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Do nothing: all ranks do the same, so there is nothing to set up."""
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+    def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Future[list[WriteResult]]:
         encoded = on_all(self._group, lambda: self._encoder.encode(_state_of(plan, planner)), ValueError)
         self._agreement.sizes, registration = (encoded.payload_bytes, encoded.shared_bytes), self._registration
         registration.layout_bytes = max(registration.layout_bytes, len(encoded.to_bytes(self._agreement.about)))
@@ -157,7 +142,7 @@ class MemoryWriter(MemoryStorage, StorageWriter):
         future.set_result([WriteResult(item.index, item.tensor_storage_size() or 0, None) for item in plan.items])
         return future
 
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+    def finish(self, metadata: dcp.Metadata, results: list[list[WriteResult]]) -> None:
         """Do nothing: a checkpoint is complete once all ranks' versions are, so nothing is written last."""
 
     def close(self) -> None:
@@ -204,7 +189,7 @@ class MemoryWriter(MemoryStorage, StorageWriter):
         return self._agreement.publish(writer, encoded, (), wait=True)
 
 
-def _state_of(plan: SavePlan, planner: SavePlanner) -> dict[str, Any]:
+def _state_of(plan: dcp.SavePlan, planner: dcp.SavePlanner) -> dict[str, Any]:
     """State that a rank saves. ``chunks`` are tensors, ``items`` their names, whole shapes and offsets."""
     values, items, chunks = {}, [], []
     for item in plan.items:
@@ -220,7 +205,7 @@ def _state_of(plan: SavePlan, planner: SavePlanner) -> dict[str, Any]:
     return {"values": values, "items": items, "chunks": chunks, "planner_data": plan.planner_data or {}}
 
 
-def _plain(item: WriteItem, data: io.BytesIO) -> Any:
+def _plain(item: dcp.WriteItem, data: io.BytesIO) -> Any:
     """The value that a planner has pickled: the pickle is of this process, and is not sent."""
     data.seek(0)
     try:
@@ -256,7 +241,7 @@ class _Saved:
             raise CorruptMessageError(f"not a checkpoint of DCP: {error}") from error
 
 
-class MemoryReader(MemoryStorage, StorageReader):
+class MemoryReader(MemoryStorage, dcp.StorageReader):
     """A DCP reader of versions that a `MemoryWriter` of the run saved: ``dcp.load(state,
     storage_reader=MemoryReader("my-run"))``.
 
@@ -292,7 +277,7 @@ class MemoryReader(MemoryStorage, StorageReader):
         """Step that was read last, or None before the first read."""
         return None if self._version is None else self._version.step
 
-    def read_metadata(self, *args: Any, **_: Any) -> Metadata:
+    def read_metadata(self, *args: Any, **_: Any) -> dcp.Metadata:
         """Build the metadata from the layouts of all ranks; collective."""
         registration, reasons = self._registration, []
         given, self._given = self._given, None  # DCP says nothing when it wants the newest
@@ -308,10 +293,10 @@ class MemoryReader(MemoryStorage, StorageReader):
         wanted = "no checkpoint" if given is None else f"no step {given}"
         raise ThinwireError(f"{wanted} of run {self._run_id!r} in the memory of these hosts; {'; '.join(reasons[:8])}")
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+    def set_up_storage_reader(self, metadata: dcp.Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Do nothing: `read_metadata` has set up the reader on every rank."""
 
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+    def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> Future[None]:
         assert self._version is not None, "DCP reads the metadata first"
         needed = {self._located[item.storage_index][0] for item in plan.items if self._has_tensors(item)}
         shards = ForeignShards(self._version, needed, self._registration)
@@ -323,30 +308,30 @@ class MemoryReader(MemoryStorage, StorageReader):
         future.set_result(None)
         return future
 
-    def _metadata(self) -> Metadata:
-        metadata = Metadata({}, planner_data={})
+    def _metadata(self) -> dcp.Metadata:
+        metadata = dcp.Metadata({}, planner_data={})
         self._located = {}
         for owner, saved in self._saved.items():
             for name, shape, offset, number in saved.items:
                 where = saved.layout.slices[number]
                 properties = TensorProperties(DTYPES[where.dtype])
-                stored = metadata.state_dict_metadata.setdefault(name, TensorStorageMetadata(properties, shape, []))
-                assert isinstance(stored, TensorStorageMetadata)
-                stored.chunks.append(ChunkStorageMetadata(offset, Size(where.shape)))
+                stored = metadata.state_dict_metadata.setdefault(name, dcp.TensorStorageMetadata(properties, shape, []))
+                assert isinstance(stored, dcp.TensorStorageMetadata)
+                stored.chunks.append(dcp.ChunkStorageMetadata(offset, Size(where.shape)))
                 self._located[MetadataIndex(name, offset)] = owner, number
             for name in saved.values:
-                metadata.state_dict_metadata[name] = BytesStorageMetadata()
+                metadata.state_dict_metadata[name] = dcp.BytesStorageMetadata()
                 self._located[MetadataIndex(name)] = owner, -1
             metadata.planner_data.update(saved.planner_data)
         return metadata
 
-    def _has_tensors(self, item: ReadItem) -> bool:
+    def _has_tensors(self, item: dcp.ReadItem) -> bool:
         if item.type != LoadItemType.BYTE_IO:
             return True
         owner, _ = self._located[item.storage_index]
         return _contains_number(self._saved[owner].values[item.storage_index.fqn])
 
-    def _read(self, item: ReadItem, planner: LoadPlanner, shards: ForeignShards) -> None:
+    def _read(self, item: dcp.ReadItem, planner: dcp.LoadPlanner, shards: ForeignShards) -> None:
         owner, number = self._located[item.storage_index]
         if item.type == LoadItemType.BYTE_IO:
             saved, name = self._saved[owner], item.storage_index.fqn

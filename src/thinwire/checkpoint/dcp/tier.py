@@ -38,16 +38,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Size, Tensor
-from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, LoadPlan, StorageReader
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -64,27 +56,27 @@ from thinwire.checkpoint.state.layout import DTYPES, ShardPart, StateLayout
 from thinwire.errors import CorruptMessageError, ThinwireError, logger
 
 
-class PartsPlanner(DefaultSavePlanner):
+class PartsPlanner(dcp.DefaultSavePlanner):
     """Planner that saves tensors by name; ``parts`` are those that several ranks save under the same name."""
 
     def __init__(self, parts: Mapping[str, ShardPart]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._parts = parts
 
-    def create_local_plan(self) -> SavePlan:
-        self.plan = SavePlan([self._item(name, tensor) for name, tensor in self.state_dict.items()])
+    def create_local_plan(self) -> dcp.SavePlan:
+        self.plan = dcp.SavePlan([self._item(name, tensor) for name, tensor in self.state_dict.items()])
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         return self.state_dict[index.fqn]
 
-    def _item(self, name: str, tensor: Tensor) -> WriteItem:
+    def _item(self, name: str, tensor: Tensor) -> dcp.WriteItem:
         part = self._parts.get(name)
         offset = Size(part.offset if part is not None else [0] * tensor.dim())
         whole = tensor.size() if part is None else Size(part.shape)
-        data = TensorWriteData(ChunkStorageMetadata(offset, tensor.size()), TensorProperties(tensor.dtype), whole)
+        data = TensorWriteData(dcp.ChunkStorageMetadata(offset, tensor.size()), TensorProperties(tensor.dtype), whole)
         kind = WriteItemType.TENSOR if part is None else WriteItemType.SHARD
-        return WriteItem(MetadataIndex(name, offset), kind, tensor_data=data)
+        return dcp.WriteItem(MetadataIndex(name, offset), kind, tensor_data=data)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +88,7 @@ class Wanted:
     tensor: Tensor
 
 
-def read_chunks(reader: StorageReader, metadata: Metadata, wanted: Sequence[Wanted]) -> None:
+def read_chunks(reader: dcp.StorageReader, metadata: dcp.Metadata, wanted: Sequence[Wanted]) -> None:
     """Fill all of ``wanted`` from the stored parts, combined by DCP's resharding.
 
     Raises KeyError for names that are not stored, ValueError for values that are no tensors.
@@ -104,14 +96,14 @@ def read_chunks(reader: StorageReader, metadata: Metadata, wanted: Sequence[Want
     items = []
     for number, each in enumerate(wanted):
         stored = metadata.state_dict_metadata[each.name]
-        if not isinstance(stored, TensorStorageMetadata):
+        if not isinstance(stored, dcp.TensorStorageMetadata):
             raise ValueError(f"{each.name} is not a tensor")
-        chunk, into = ChunkStorageMetadata(Size(each.offset), each.tensor.size()), MetadataIndex(str(number))
+        chunk, into = dcp.ChunkStorageMetadata(Size(each.offset), each.tensor.size()), MetadataIndex(str(number))
         made = create_read_items_for_chunk_list(each.name, stored, [chunk])
         items += [dataclasses.replace(item, dest_index=into) for item in made]
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner({str(number): each.tensor for number, each in enumerate(wanted)}, metadata)
-    reader.read_data(reader.prepare_local_plan(LoadPlan(items)), planner).wait()
+    reader.read_data(reader.prepare_local_plan(dcp.LoadPlan(items)), planner).wait()
 
 
 _ABOUT, _METADATA = "thinwire.json", ".metadata"
@@ -135,7 +127,7 @@ def write_shards(
     parts = {name: item.part for name, item in zip(_names(layout), layout.slices, strict=True) if item.part is not None}
     try:
         dcp.save(state, storage_writer=_Writer(str(directory)), process_group=group, planner=PartsPlanner(parts))
-    except CheckpointException as error:
+    except dcp.CheckpointException as error:
         raise ThinwireError(_why_not(error, directory, state, parts, group)) from error
     return {"certified": certified, "digests": gather_json(_digest(state[_own(rank, "digests")]), group)}
 
@@ -156,7 +148,7 @@ class _Writer(dcp.FileSystemWriter):
     """DCP's writer. It raises the error of the system, which torch has in the context of one of its own: DCP pickles
     errors for the other ranks, and the context gets lost."""
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+    def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Future[list[WriteResult]]:
         try:
             return super().write_data(plan, planner)
         except Exception as error:
@@ -167,7 +159,7 @@ class _Writer(dcp.FileSystemWriter):
 
 
 def _why_not(
-    error: CheckpointException,
+    error: dcp.CheckpointException,
     directory: Path,
     state: dict[str, Tensor],
     parts: dict[str, Any],
@@ -279,7 +271,7 @@ class DiskShards:
 
     def _whole(self, name: str) -> Tensor:
         stored = self._metadata.state_dict_metadata[name]
-        if not isinstance(stored, TensorStorageMetadata):
+        if not isinstance(stored, dcp.TensorStorageMetadata):
             raise CorruptMessageError(f"{name} is not a tensor")
         wanted = Wanted(name, (0,), torch.empty(stored.size, dtype=torch.uint8))
         read_chunks(self._reader, self._metadata, [wanted])
@@ -421,7 +413,7 @@ class PersistentTier:
         try:
             self._save(step, attempt, take)
             self.saved_step = step
-        except (Exception, CheckpointException) as error:  # a full disk is no reason to stop training
+        except (Exception, dcp.CheckpointException) as error:  # a full disk is no reason to stop training
             reason = f"no checkpoint was saved to {self.directory}: {describe(error)}"
             self.errors, self.last_error = self.errors + 1, f"step {step}: {reason}"
             self._due_at = time.monotonic() + min(self._every_seconds, _RETRY_SECONDS)

@@ -132,15 +132,14 @@ def _preload(argv: list[str]) -> None:
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # or to ask for a GPU would take it away from forks
     source = importlib.util.find_spec(argv[1]).origin if argv[0] == "-m" else argv[0]  # type: ignore[union-attr]
     for node in ast.walk(ast.parse(Path(source or "").read_bytes())):
-        names = [alias.name for alias in node.names] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
         with contextlib.suppress(Exception):
             if isinstance(node, ast.Import):
-                for name in names:
-                    importlib.import_module(name)
+                for alias in node.names:
+                    importlib.import_module(alias.name)
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
                 module = importlib.import_module(node.module)
-                for name in names:
-                    getattr(module, name, None)  # which may import on first use
+                for alias in node.names:
+                    getattr(module, alias.name, None)  # which may import on first use
     torch, reason = sys.modules.get("torch"), "starts threads" * (threading.active_count() > 1)
     if torch is not None:
         torch.optim.Adam([torch.zeros(1, requires_grad=True)])  # the first optimizer imports more

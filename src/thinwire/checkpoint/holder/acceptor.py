@@ -57,7 +57,7 @@ class Acceptor:
     Every connection has HANDSHAKE_SECONDS for its ``preamble``, all together, and is then handed to ``admit``. Of
     MAX_STRANGERS waiting ones, the oldest of the host, or process, that has the most makes room for the next; so
     neither slow callers nor many can keep out others. ``refuse`` is called with the name and the reason. ``tls`` may be
-    replaced by another context, for those who call from then on.
+    replaced by another context, for those who call from then on. ``strangers``: those who are not admitted yet.
     """
 
     def __init__(
@@ -74,17 +74,13 @@ class Acceptor:
             import ssl
 
             self._again = (BlockingIOError, ssl.SSLWantReadError)
-        self._strangers: dict[int, _Stranger] = {}  # by descriptor, the oldest first
+        self.strangers: dict[int, _Stranger] = {}  # by descriptor, the oldest first
         self._selector = selectors.DefaultSelector()
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ)
         self._closing = False
         self._thread = threading.Thread(target=self._run, daemon=True, name="accept")
         self._thread.start()
-
-    @property
-    def num_strangers(self) -> int:
-        return len(self._strangers)
 
     def close(self) -> None:
         """Stop listening, and drop all that are not admitted."""
@@ -95,18 +91,18 @@ class Acceptor:
 
     def _run(self) -> None:
         while not self._closing:
-            oldest = next(iter(self._strangers.values()), None)
+            oldest = next(iter(self.strangers.values()), None)
             for key, _ in self._selector.select(
                 None if oldest is None else max(0.0, oldest.deadline - time.monotonic())
             ):
                 if key.fileobj is self._listener:
                     self._accept()
-                elif (stranger := self._strangers.get(key.fd)) is not None:  # None: dropped in this round
+                elif (stranger := self.strangers.get(key.fd)) is not None:  # None: dropped in this round
                     self._talk(stranger)
             now = time.monotonic()
-            for stranger in [each for each in self._strangers.values() if each.deadline <= now]:
+            for stranger in [each for each in self.strangers.values() if each.deadline <= now]:
                 self._drop(stranger, f"no handshake within {HANDSHAKE_SECONDS} seconds")
-        for stranger in list(self._strangers.values()):
+        for stranger in list(self.strangers.values()):
             self._drop(stranger)
         self._selector.close()
         self._listener.close()
@@ -124,7 +120,7 @@ class Acceptor:
                 return
             sock.setblocking(False)
             name = str(where[0]) if where else f"process {peer_pid(sock)}"
-            if len(self._strangers) >= MAX_STRANGERS:
+            if len(self.strangers) >= MAX_STRANGERS:
                 self._make_room()
             if self.tls is not None:
                 try:
@@ -133,13 +129,13 @@ class Acceptor:
                     sock.close()
                     continue
             stranger = _Stranger(sock, name, self._preamble(), time.monotonic() + HANDSHAKE_SECONDS)
-            self._strangers[sock.fileno()] = stranger
+            self.strangers[sock.fileno()] = stranger
             self._selector.register(sock, selectors.EVENT_READ)
 
     def _make_room(self) -> None:
-        names = Counter(stranger.name for stranger in self._strangers.values())
+        names = Counter(stranger.name for stranger in self.strangers.values())
         for most, _ in names.most_common(1):
-            oldest = next(stranger for stranger in self._strangers.values() if stranger.name == most)
+            oldest = next(stranger for stranger in self.strangers.values() if stranger.name == most)
             self._drop(oldest, "too many connections at once that have proven nothing yet")
 
     def _drop(self, stranger: _Stranger, reason: object = None) -> None:
@@ -150,7 +146,7 @@ class Acceptor:
 
     def _forget(self, stranger: _Stranger) -> None:
         self._selector.unregister(stranger.sock)
-        del self._strangers[stranger.sock.fileno()]
+        del self.strangers[stranger.sock.fileno()]
 
     def _talk(self, stranger: _Stranger) -> None:
         sock, preamble = stranger.sock, stranger.preamble

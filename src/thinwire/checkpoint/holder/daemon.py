@@ -52,7 +52,8 @@ def _serve(options: dict[str, Any], ready: int) -> int:
 
     handler = _log_file(f"{options['socket']}.log") if options.get("detach") else logging.StreamHandler()
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO, handlers=[handler])
-    _raise_file_limit()
+    most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]  # each slot and each connection is one
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # in the threads of the holder too, which inherit the mask
     try:
         holder = Holder(config_of(options))
@@ -96,13 +97,6 @@ def _log_file(path: str) -> logging.Handler:
     from logging.handlers import RotatingFileHandler
 
     return RotatingFileHandler(path, maxBytes=_LOG_BYTES, backupCount=2)
-
-
-def _raise_file_limit() -> None:
-    """Let this process open all the files that it may: each slot and each connection is one."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _say(descriptor: int, content: dict[str, Any]) -> None:

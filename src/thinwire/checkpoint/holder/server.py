@@ -293,7 +293,7 @@ class Holder(contextlib.AbstractContextManager["Holder"]):
             shards = [self.shard_status(shard) for shard in self.store.shards.values()]
         with self._lock:
             kinds = list(self._sessions.values())
-        strangers = sum(acceptor.num_strangers for kind, acceptor in self._acceptors.items() if kind != "metrics")
+        strangers = sum(len(acceptor.strangers) for kind, acceptor in self._acceptors.items() if kind != "metrics")
         return {
             "pid": os.getpid(),
             "socket": str(self.config.socket_path),

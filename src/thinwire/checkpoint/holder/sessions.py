@@ -64,6 +64,12 @@ class Session:
     def cast(self, content: dict[str, Any]) -> None:
         raise CorruptMessageError("nothing to cast here")
 
+    def end_receiver(self, shard: Shard) -> bool:
+        """End a peer's sending of a shard; return whether it has ended. Call it with the store's lock held."""
+        if shard.receiver is not None:
+            shard.receiver.close()
+        return self.store.changed.wait_for(lambda: shard.receiver is None, _TAKEOVER_SECONDS)
+
     def _handle(self, frame: Frame) -> None:
         if frame.kind == FrameKind.CAST and frame.payload_bytes == 0:
             return self.cast(frame.json)
@@ -208,7 +214,7 @@ class TrainerSession(Session):
                 shard.attempt = attempt
                 if self.common is not None:
                     self.common.keep = shard.keep
-            self._end_receiver(shard)
+            self.end_receiver(shard)  # left over from when the owner lived at that peer: it would hold a slot
         self.shard, self.attempt = shard, attempt
         self.grants.revoke()
         try:
@@ -222,12 +228,6 @@ class TrainerSession(Session):
         if self.common is not None:
             self.common.writers[self] = attempt
         return {"payload_bytes": shard.size.payload_bytes, "unreachable": unreachable}
-
-    def _end_receiver(self, shard: Shard) -> None:
-        """End a peer's sending that is left over from when the owner lived there: it would hold a slot."""
-        if shard.receiver is not None:
-            shard.receiver.close()
-        self.store.changed.wait_for(lambda: shard.receiver is None, _TAKEOVER_SECONDS)
 
     def _check_peers(self, addresses: list[Any]) -> None:
         for address in addresses:
@@ -542,9 +542,7 @@ class PeerSession(Session):
     def _take_over(self, shard: Shard) -> None:
         """End the sender's last call: a sender that calls again has given it up, even if it looks alive here."""
         with self.store.changed:
-            if shard.receiver is not None:
-                shard.receiver.close()
-            if not self.store.changed.wait_for(lambda: shard.receiver is None, _TAKEOVER_SECONDS):
+            if not self.end_receiver(shard):
                 raise ThinwireError(f"{shard.id} is being received on another connection")
             shard.receiver = self.connection
 

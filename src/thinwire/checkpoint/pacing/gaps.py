@@ -205,7 +205,7 @@ class Pacer:
         if self.profile is None:
             return f"evenly: {len(self._profiled)} of {PROFILED_ITERATIONS} iterations profiled, by {by}"
         steady = "" if self.profile.steady else ", which vary by more than 10 %"
-        again = "; profiled again now, because iterations take another time than they did" if self._is_drifting else ""
+        again = "; profiled again now, because iterations take another time than they did" if self._is_stale else ""
         return f"in {len(self.profile.spans)} idle timespans of each iteration{steady}, by {by}{again}"
 
     @property
@@ -238,7 +238,7 @@ class Pacer:
     @property
     def is_profiling(self) -> bool:
         """Whether the busy times of the network are being recorded, in iterations without a checkpoint's bytes."""
-        return self._sampler is not None and (self.profile is None or self._is_drifting)
+        return self._sampler is not None and self._is_stale
 
     def note_step(self, loaded: bool = False) -> float | None:
         """Record the end of an optimizer step, which begins a new iteration, and return the length of the last one.
@@ -258,19 +258,17 @@ class Pacer:
                 samples = self._sampler.take()
                 busy = busy_periods(samples)
                 loaded = loaded or not samples or samples[0][0] - started > LEAST_GAP * (now - started)
-            if (self._watched or (self._sampler is not None and not loaded)) and (
-                self.profile is None or self._is_drifting
-            ):
+            if self._is_stale and (self._watched or (self._sampler is not None and not loaded)):
                 self._profile(idle_timespans(busy, started, now))
             if self._sampler is not None:
                 self._sampler.switch(self.is_profiling)
             return now - started
 
     @property
-    def _is_drifting(self) -> bool:
-        """Whether iterations differ in length from the profiled ones, or are being profiled again for that reason."""
+    def _is_stale(self) -> bool:
+        """Whether there is no profile, or iterations differ in length from the profiled ones, or are being profiled."""
         moved = abs(self.iteration_seconds - self._profiled_seconds) > DRIFT * self._profiled_seconds
-        return self.profile is not None and (bool(self._profiled) or moved)
+        return self.profile is None or bool(self._profiled) or moved
 
     def _profile(self, timespans: list[tuple[float, float]]) -> None:
         """Add an iteration, and make the profile once there are enough. Until then an old one stays in use."""

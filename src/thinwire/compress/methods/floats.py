@@ -15,8 +15,8 @@ from torch import Tensor
 
 from thinwire import kernels
 from thinwire.compress.base import Parameter, Payload, State
-from thinwire.compress.methods.quantize import Quantizer, check_block, check_steps, steps_spec
-from thinwire.compress.packing import PartSpec, unpack
+from thinwire.compress.methods.quantize import Quantizer, check_block, check_steps
+from thinwire.compress.packing import PartSpec
 from thinwire.errors import CorruptMessageError
 
 _BIAS = {torch.float32: 127, torch.float64: 1023}
@@ -77,6 +77,10 @@ class FloatQuantizer(Quantizer):
         return FORMATS[self.format]
 
     @property
+    def bits(self) -> int:
+        return self.code.bits
+
+    @property
     def settings(self) -> str:
         return self.format + ("" if self.seed is None else ", stochastic")
 
@@ -99,21 +103,15 @@ class FloatQuantizer(Quantizer):
     def add(self, payload: Payload, parameter: Parameter, total: Tensor, negated: bool = False) -> None:
         """Add decoded values by a table of the numbers of the format: casts of torch cost 10 times as much."""
         codes, scales = payload.parts
-        codes = codes if self.code.bits == 8 else _one_by_one(codes, parameter.numel)
+        codes = codes if self.bits == 8 else _one_by_one(codes, parameter.numel)
         steps, _ = self.steps(scales, total.dtype)
         block, table = self.block_elements(parameter), self.code.numbers.to(total.dtype)
         kernels.add_from_table(codes, -table if negated else table, steps, block, total.view(-1))
 
-    def part_specs(self, parameter: Parameter) -> tuple[PartSpec, ...]:
-        code_bytes = kernels.packed_codes_bytes(parameter.numel, self.code.bits)
-        return PartSpec(torch.uint8, code_bytes), steps_spec(parameter, self.block_elements(parameter))
-
-    def unpack(self, data: Tensor, parameter: Parameter) -> Payload:
-        codes, scales = unpack(data, self.part_specs(parameter))
+    def check(self, codes: Tensor, scales: Tensor, parameter: Parameter) -> None:
         check_steps(self.steps(scales, parameter.working_dtype)[0], self.code.largest)
-        if self.code.bits == 8 and codes.numel() and int(codes.bitwise_and(0x7F).max()) > self.code.largest_code:
+        if self.bits == 8 and codes.numel() and int(codes.bitwise_and(0x7F).max()) > self.code.largest_code:
             raise CorruptMessageError(f"{self.format} codes of infinity or nan, which no rank sends")
-        return Payload((codes, scales))
 
 
 def _times(values: Tensor, factors: Tensor, block: int) -> Tensor:
@@ -184,7 +182,7 @@ class Microscaling(FloatQuantizer):
 
     @property
     def name(self) -> str:
-        return f"mxfp{self.code.bits}({self.settings})" if self.block else "natural"
+        return f"mxfp{self.bits}({self.settings})" if self.block else "natural"
 
     def part_specs(self, parameter: Parameter) -> tuple[PartSpec, ...]:
         codes, steps = super().part_specs(parameter)

@@ -19,7 +19,42 @@ from thinwire.compress.packing import PartSpec, unpack
 from thinwire.errors import CorruptMessageError
 
 
-class Quantizer(Additive):
+class Blocks(Additive):
+    """A compressor to a code of a few bits for each value, and a scale for each block of values.
+
+    ``parts``: the codes, packed (uint8 [ceil(n * bits / 8)]); the scales (working dtype [blocks]).
+    """
+
+    @property
+    @abstractmethod
+    def bits(self) -> int:
+        """Bits of a packed code."""
+
+    @property
+    @abstractmethod
+    def block(self) -> int | None:
+        """Number of consecutive values with one scale; None for all values of a parameter."""
+
+    @abstractmethod
+    def check(self, codes: Tensor, scales: Tensor, parameter: Parameter) -> None:
+        """Raise CorruptMessageError for parts that no rank sends."""
+
+    def block_elements(self, parameter: Parameter) -> int:
+        """Return the number of consecutive values with one scale, at least 1."""
+        return self.block or max(1, parameter.numel)
+
+    def part_specs(self, parameter: Parameter) -> tuple[PartSpec, ...]:
+        code_bytes = kernels.packed_codes_bytes(parameter.numel, self.bits)
+        blocks = -(-parameter.numel // self.block_elements(parameter))
+        return PartSpec(torch.uint8, code_bytes), PartSpec(parameter.working_dtype, blocks)
+
+    def unpack(self, data: Tensor, parameter: Parameter) -> Payload:
+        codes, scales = unpack(data, self.part_specs(parameter))
+        self.check(codes, scales, parameter)
+        return Payload((codes, scales))
+
+
+class Quantizer(Blocks):
     """A compressor that rounds each value to one of a few numbers times the step of its block."""
 
     @property
@@ -28,17 +63,8 @@ class Quantizer(Additive):
         """Seed of stochastic rounding, or None to round to the nearest."""
 
     @property
-    @abstractmethod
-    def block(self) -> int | None:
-        """Number of consecutive values with one step; None for all values of a parameter."""
-
-    @property
     def memory(self) -> Memory:
         return Memory.NEEDED if self.seed is None else Memory.UNBIASED
-
-    def block_elements(self, parameter: Parameter) -> int:
-        """Return the number of consecutive values with one step, at least 1."""
-        return self.block or max(1, parameter.numel)
 
     def init(self, parameter: Parameter) -> State:
         return {} if self.seed is None else counters()
@@ -51,14 +77,9 @@ class Quantizer(Additive):
 class BlockQuantizer(Quantizer):
     """A compressor that rounds each value to an integer in [-levels, levels] times the step of its block.
 
-    ``parts``: the integers, packed (uint8 [ceil(n * bits / 8)]); the steps (working dtype [blocks]). A step is at least
-    the smallest normal number, so that dividing by it is exact enough where all values are denormal or zero.
+    Integers have 2 to 8 bits, and scales are the steps. A step is at least the smallest normal number, so that dividing
+    by it is exact enough where all values are denormal or zero.
     """
-
-    @property
-    @abstractmethod
-    def bits(self) -> int:
-        """Bits of a packed integer, 2 to 8."""
 
     @property
     def levels(self) -> int:
@@ -79,18 +100,8 @@ class BlockQuantizer(Quantizer):
         block, steps = self.block_elements(parameter), steps.neg() if negated else steps
         kernels.add_quantized(codes, steps, block, self.levels, self.bits, total.view(-1))
 
-    def part_specs(self, parameter: Parameter) -> tuple[PartSpec, ...]:
-        code_bytes = kernels.packed_codes_bytes(parameter.numel, self.bits)
-        return PartSpec(torch.uint8, code_bytes), steps_spec(parameter, self.block_elements(parameter))
-
-    def unpack(self, data: Tensor, parameter: Parameter) -> Payload:
-        codes, steps = unpack(data, self.part_specs(parameter))
-        check_steps(steps, self.levels)
-        return Payload((codes, steps))
-
-
-def steps_spec(parameter: Parameter, block: int) -> PartSpec:
-    return PartSpec(parameter.working_dtype, -(-parameter.numel // block))
+    def check(self, codes: Tensor, scales: Tensor, parameter: Parameter) -> None:
+        check_steps(scales, self.levels)
 
 
 def check_steps(steps: Tensor, largest_code: float) -> None:

@@ -224,10 +224,7 @@ class RedSync(DensitySparsifier):
             count = tail.count(threshold)
             if FEWEST * k <= count <= MOST_ACCEPTED * k:
                 return tail.select(threshold)
-            if count > k:
-                low = threshold
-            else:
-                high = threshold
+            low, high = (threshold, high) if count > k else (low, threshold)
         return largest_nonzero(flat, k)
 
 

@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 
 from thinwire import kernels
-from thinwire.compress.base import Additive, Memory, Parameter, Payload, State, WholeTensor, counters
+from thinwire.compress.base import Memory, Parameter, Payload, State, WholeTensor, counters
 from thinwire.compress.memory import ErrorFeedback
-from thinwire.compress.packing import PartSpec, unpack
+from thinwire.compress.methods.quantize import Blocks
 from thinwire.errors import CorruptMessageError
 
 
 @dataclass(frozen=True)
-class ScaledSign(Additive):
+class ScaledSign(Blocks):
     """The compressor to ``(||p||_1 / n) sign(p)`` of each block. Parts: signs (uint8, 8 in a byte), scales [blocks].
 
     A zero, which one bit cannot express, gets the sign of its index, the step and the rank: the signs of zeros
@@ -29,6 +29,8 @@ class ScaledSign(Additive):
 
     block: int | None = None
 
+    bits = 1
+
     def __post_init__(self) -> None:
         if self.block is not None and not (isinstance(self.block, int) and self.block >= 8 and self.block % 8 == 0):
             raise ValueError(f"blocks of signs are of 8, 16, 24 ... elements, not {self.block!r}; None for one scale")
@@ -42,30 +44,16 @@ class ScaledSign(Additive):
 
     def compress(self, gradient: Tensor, parameter: Parameter, state: State) -> Payload:
         flat = gradient.view(-1)
-        return self._signed(flat, kernels.mean_of_blocks(flat, self._block_elements(parameter)), state)
+        return self._signed(flat, kernels.mean_of_blocks(flat, self.block_elements(parameter)), state)
 
     def add(self, payload: Payload, parameter: Parameter, total: Tensor, negated: bool = False) -> None:
         signs, scales = payload.parts
-        kernels.add_signs(signs, scales.neg() if negated else scales, self._block_elements(parameter), total.view(-1))
+        kernels.add_signs(signs, scales.neg() if negated else scales, self.block_elements(parameter), total.view(-1))
 
-    def part_specs(self, parameter: Parameter) -> tuple[PartSpec, ...]:
-        sign_bytes = kernels.packed_codes_bytes(parameter.numel, 1)
-        scales = -(-parameter.numel // self._block_elements(parameter))
-        return PartSpec(torch.uint8, sign_bytes), PartSpec(parameter.working_dtype, scales)
-
-    def unpack(self, data: Tensor, parameter: Parameter) -> Payload:
-        signs, scales = unpack(data, self.part_specs(parameter))
-        self.check_scales(scales)
-        return Payload((signs, scales))
-
-    def check_scales(self, scales: Tensor) -> None:
-        """Raise CorruptMessageError for scales that no rank sends."""
+    def check(self, codes: Tensor, scales: Tensor, parameter: Parameter) -> None:
         low, high = (float(bound) for bound in scales.aminmax()) if scales.numel() else (0.0, 0.0)
         if not 0.0 <= low <= high < float("inf"):
             raise CorruptMessageError(f"signs with scales from {low:g} to {high:g}, which are means of magnitudes")
-
-    def _block_elements(self, parameter: Parameter) -> int:
-        return self.block or max(1, parameter.numel)
 
     @staticmethod
     def _signed(flat: Tensor, scales: Tensor, state: State) -> Payload:
@@ -95,7 +83,7 @@ class SignSGD(ScaledSign):
         """Return the majority's sign: -1, 1, or 0 for a tie."""
         return super().combine(payloads, parameter).sign_()
 
-    def check_scales(self, scales: Tensor) -> None:
+    def check(self, codes: Tensor, scales: Tensor, parameter: Parameter) -> None:
         if any(scale not in (0.0, 1.0) for scale in scales.tolist()):
             raise CorruptMessageError(f"votes that count {scales.tolist()} times")
 

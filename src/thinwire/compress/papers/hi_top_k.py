@@ -114,7 +114,7 @@ class _Run:
                 shards = self._summed(arrived)
             with self._stopwatch.phase(Phase.COMPRESS):
                 selections = [
-                    selector.select(shard, _shard_of(task.parameter, shard.numel()), {})
+                    selector.select(shard, replace(task.parameter, shape=(shard.numel(),)), {})
                     for selector, task, shard in zip(self._selectors, self._tasks, shards, strict=True)
                 ]
                 for shard, (ids, _) in zip(shards, selections, strict=True):
@@ -178,11 +178,7 @@ class _Run:
     def _plans(self, shard: int) -> list[Plan]:
         """Return the plans by which selections of shards travel."""
         spans = [(task.parameter, *self._span(task.parameter, shard)) for task in self._tasks]
-        return [(_PAIRS, _shard_of(parameter, stop - start)) for parameter, start, stop in spans]
-
-
-def _shard_of(parameter: Parameter, numel: int) -> Parameter:
-    return replace(parameter, shape=(numel,))
+        return [(_PAIRS, replace(parameter, shape=(stop - start,))) for parameter, start, stop in spans]
 
 
 def _mean(payloads: Sequence[Payload], world_size: int) -> Selection:

@@ -98,11 +98,10 @@ def parse_boundaries(data: Tensor, sizes: Sequence[int], world_size: int) -> lis
 
 def mean_bounds(result: Sequence[Sequence[Tensor]], sizes: Sequence[int]) -> list[Tensor]:
     """Return bounds of the regions of each parameter (int64 [world_size + 1]), the mean of all ranks' boundaries."""
-    bounds = []
-    for size, *of_ranks in zip(sizes, *result, strict=True):
-        inner = torch.stack(of_ranks).sum(0) // len(of_ranks)
-        bounds.append(torch.cat([torch.tensor([0]), inner, torch.tensor([size])]))
-    return bounds
+    means = [torch.stack(of_ranks).sum(0) // len(of_ranks) for of_ranks in zip(*result, strict=True)]
+    return [
+        torch.cat([torch.tensor([0]), inner, torch.tensor([size])]) for inner, size in zip(means, sizes, strict=True)
+    ]
 
 
 def region(parameter: Parameter, bounds: Tensor, owner: int) -> Parameter:
@@ -118,12 +117,9 @@ def shares(counts: Sequence[int], owner: int) -> list[tuple[int, int]]:
         >>> shares([4, 0], owner=0)
         [(0, 2), (2, 4)]
     """
-    first, total, world_size = sum(counts[:owner]), sum(counts), len(counts)
-    spans = []
-    for rank in range(world_size):
-        start, stop = span(total, rank, world_size)
-        spans.append((min(max(start - first, 0), counts[owner]), min(max(stop - first, 0), counts[owner])))
-    return spans
+    first, world_size = sum(counts[:owner]), len(counts)
+    starts = [span(sum(counts), rank, world_size)[0] - first for rank in range(world_size + 1)]
+    return list(pairwise(min(max(start, 0), counts[owner]) for start in starts))
 
 
 def saved_by_balance(counts: Sequence[int]) -> int:

@@ -157,7 +157,7 @@ class _Run:
         self._ones = [OkTopkTask(task) for task in tasks]
 
     def results(self) -> list[Result]:
-        self._told(Phase.COMPRESS, self._select)
+        self._told(Phase.COMPRESS, lambda: [one.select() for one in self._ones])
         self._repartition()
         tallies = self._reduce()
         undecided = self._told(Phase.DECOMPRESS, lambda: self._decide(tallies))
@@ -165,10 +165,6 @@ class _Run:
             self._find_thresholds(undecided)
         arrived, balanced = self._balance()
         return self._gather(arrived, balanced)
-
-    def _select(self) -> None:
-        for one in self._ones:
-            one.select()
 
     def _repartition(self) -> None:
         stale = [one for one in self._ones if one.state["bounds"].numel() != self._world_size + 1]

@@ -51,13 +51,10 @@ class RandomK(DensitySelector):
         state["step"] = step + 1
         return SharedPayload(self.encode(chosen, parameter, state), ids, step)
 
-    def select(self, flat: Tensor, parameter: Parameter, state: State) -> Selection:
-        return self.select_about(self.target(flat.numel()), flat, parameter, state)
-
     def select_about(self, k: int, flat: Tensor, parameter: Parameter, state: State) -> Selection:
         ids = shared_ids(self.seed, parameter, state["step"], k)
         chosen = flat.index_select(0, ids)
-        return ids, chosen.mul_(flat.numel() / k) if self.unbiased and k else chosen
+        return ids, chosen.mul_(flat.numel() / k) if self.unbiased else chosen
 
     def chosen(self, payload: Payload, parameter: Parameter) -> Selection:
         assert isinstance(payload, SharedPayload), "the mean of several payloads is decoded by reconstruct"

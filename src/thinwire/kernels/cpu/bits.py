@@ -1,4 +1,4 @@
-"""Search for the ones of machine words, shared by several kernels."""
+"""Bits of machine words: setting and finding ones, shared by several kernels."""
 
 import numpy as np
 
@@ -8,6 +8,17 @@ ROOM = 4
 """Number of spare entries that `append_ones` may write behind the last position."""
 
 popcount = make_popcount()
+
+
+@njit
+def set_ones(positions: np.ndarray, size: int, words: np.ndarray) -> bool:
+    """Set the bit of each position, least significant first; return False at one that is not in [0, size)."""
+    for index in range(positions.size):
+        position = positions[index]
+        if position < 0 or position >= size:
+            return False
+        words[position >> 6] |= np.int64(1) << (position & 63)
+    return True
 
 
 @njit

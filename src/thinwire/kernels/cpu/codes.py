@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thinwire.kernels.cpu.bits import ROOM, count_ones, list_ones
+from thinwire.kernels.cpu.bits import ROOM, count_ones, list_ones, set_ones
 from thinwire.kernels.cpu.memory import as_tensor
 from thinwire.kernels.jit import njit
 from thinwire.kernels.reference import codes as reference_codes
@@ -38,20 +38,10 @@ def _combine(chunk: np.ndarray) -> np.uint64:
 
 
 def pack_bits(positions: Tensor, size: int) -> Tensor:
-    bitmap = np.zeros((size + 7) // 8, dtype=np.uint8)
-    if not _pack(positions.numpy(), size, bitmap):
+    words = np.zeros((size + 63) // 64, dtype=np.int64)
+    if not set_ones(positions.numpy(), size, words):
         raise IndexError(f"a position is not in [0, {size}): {positions.min()} to {positions.max()}")
-    return as_tensor(bitmap)
-
-
-@njit
-def _pack(positions: np.ndarray, size: int, bitmap: np.ndarray) -> bool:
-    for index in range(positions.size):
-        position = positions[index]
-        if position < 0 or position >= size:
-            return False
-        bitmap[position >> 3] |= np.uint8(1 << (position & 7))
-    return True
+    return as_tensor(words.view(np.uint8)[: (size + 7) // 8])
 
 
 def unpack_bits(bitmap: Tensor) -> Tensor:

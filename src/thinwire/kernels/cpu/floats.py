@@ -411,6 +411,13 @@ def _fill_pairs(lengths: np.ndarray, table: np.ndarray) -> None:
 
 
 @njit
+def _flush(message: np.ndarray, at: Int64, bits: np.uint64, held: np.uint64) -> tuple[Int64, np.uint64, np.uint64]:
+    """Write the bits that are held; return where the whole bytes of them end, and what is left."""
+    _store(message, at, bits)
+    return at + np.int64(held >> np.uint64(3)), bits >> (held & ~np.uint64(7)), held & np.uint64(7)
+
+
+@njit
 def _encode_segment(classes: np.ndarray, table: np.ndarray, message: np.ndarray, at: Int64) -> Int64:
     """Write the stream of a segment and return its end; up to 8 bytes behind it are overwritten."""
     bits, held, byte = np.uint64(0), np.uint64(0), np.uint64(0xFF)
@@ -422,10 +429,7 @@ def _encode_segment(classes: np.ndarray, table: np.ndarray, message: np.ndarray,
             entry = np.uint64(table[pairs[index + offset]])
             bits |= (entry >> eight) << held
             held += entry & byte
-        _store(message, at, bits)
-        at += np.int64(held >> three)
-        bits >>= held & ~seven
-        held &= seven
+        at, bits, held = _flush(message, at, bits, held)
     for index in range(whole, pairs.size):
         entry = np.uint64(table[pairs[index]])
         bits |= (entry >> eight) << held
@@ -504,17 +508,11 @@ def _encode_mantissas(
             size, beside = sizes[indices[2 * pair]], sizes[indices[2 * pair + 1]]
             bits |= (bodies[2 * pair] | bodies[2 * pair + 1] << size) << held
             held += size + beside
-            _store(message, at, bits)
-            at += np.int64(held >> three)
-            bits >>= held & ~seven
-            held &= seven
+            at, bits, held = _flush(message, at, bits, held)
         for index in range(2 * pairs, count):
             bits |= bodies[index] << held
             held += sizes[indices[index]]
-            _store(message, at, bits)
-            at += np.int64(held >> three)
-            bits >>= held & ~seven
-            held &= seven
+            at, bits, held = _flush(message, at, bits, held)
     _store(message, at, bits)
     return at + np.int64((held + seven) >> three)
 

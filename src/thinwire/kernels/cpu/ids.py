@@ -61,11 +61,8 @@ def deal(ids: Tensor, world_size: int, seed: int) -> list[tuple[Tensor, Tensor]]
     _deal_owners(array, world_size, inverse, *_halves(seed), owners, counts)
     ends = counts.cumsum()
     _deal_positions(array, world_size, inverse, owners, ends - counts, positions, indices)
-    return _cut(as_tensor(positions), as_tensor(indices), counts.tolist())
-
-
-def _cut(positions: Tensor, indices: Tensor, counts: list[int]) -> list[tuple[Tensor, Tensor]]:
-    return list(zip(positions.split(counts), indices.split(counts), strict=True))
+    of_owners = (as_tensor(each).split(counts.tolist()) for each in (positions, indices))
+    return list(zip(*of_owners, strict=True))
 
 
 @njit

@@ -126,10 +126,8 @@ def _write_rows(target: np.ndarray, source: np.ndarray, positions: np.ndarray) -
 def sum_rows(pieces: Sequence[tuple[Tensor, Tensor]], scale: float = 1.0) -> tuple[Tensor, Tensor]:
     """Sum increasing pieces block by block of the sum, others one after the other."""
     values = pieces[0][1]
-    num_rows, width, dtype = 0, values.shape[1], values.dtype
-    for ids, _ in pieces:
-        if ids.numel():
-            num_rows = max(num_rows, int(ids.max()) + 1)
+    width, dtype = values.shape[1], values.dtype
+    num_rows = max((int(ids.max()) + 1 for ids, _ in pieces if ids.numel()), default=0)
     union, positions = union_positions([ids for ids, _ in pieces], num_rows)
     placed = [(index, values) for index, (_, values) in zip(positions, pieces, strict=True)]
     alike = all(values.dtype == dtype for _, values in placed)
@@ -144,21 +142,13 @@ def sum_rows_at(
 ) -> Tensor:
     if dtype not in _ADDED:
         return reference.sum_rows_at(pieces, num_rows, width, dtype, scale)
-    total = _zeros(num_rows, width, dtype)
+    # zeros of numpy: their pages are not touched before the first addition
+    total = as_tensor(np.zeros((num_rows, width), dtype=np.float64 if dtype == torch.float64 else np.float32))
     for positions, values in pieces:
         _add(total, positions, values)
-    return _rounded(total, scale, dtype)
-
-
-def _zeros(num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
-    """Return zeros of numpy, whose pages are not touched before the first addition."""
-    return as_tensor(np.zeros((num_rows, width), dtype=np.float64 if dtype == torch.float64 else np.float32))
-
-
-def _rounded(total: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     if scale != 1.0:
         total.mul_(scale)
-    return total if total.dtype == dtype else empty_rows(total.shape[0], total.shape[1], dtype).copy_(total)
+    return total if total.dtype == dtype else empty_rows(num_rows, width, dtype).copy_(total)
 
 
 def _add(total: Tensor, positions: Tensor, values: Tensor) -> None:

@@ -61,13 +61,8 @@ def _sum_floats(
     for start in range(0, num_rows, block_rows):
         stop = min(start + block_rows, num_rows)
         block = total[start * width : stop * width]
-        block[:] = 0
-        for piece in range(counts.size):
-            positions = _array_at(positions_at[piece], counts[piece], counts)
-            values = _array_at(values_at[piece], counts[piece] * width, total)
-            heads[piece] = _add_until(block, start, stop, positions, values, heads[piece], width, False)
-            if heads[piece] < 0:
-                return False
+        if not _add_pieces(block, start, stop, positions_at, values_at, counts, heads, total, width, False):
+            return False
         if scale != 1:
             for index in range(block.size):
                 block[index] *= scale
@@ -83,41 +78,43 @@ def _sum_bfloat16(
     num_rows = total.size // width
     for start in range(0, num_rows, block_rows):
         stop = min(start + block_rows, num_rows)
-        block[:] = 0
-        for piece in range(counts.size):
-            positions = _array_at(positions_at[piece], counts[piece], counts)
-            values = _array_at(values_at[piece], counts[piece] * width, total)
-            heads[piece] = _add_until(block, start, stop, positions, values, heads[piece], width, True)
-            if heads[piece] < 0:
-                return False
+        if not _add_pieces(block, start, stop, positions_at, values_at, counts, heads, total, width, True):
+            return False
         _round_to_bfloat16(block, total[start * width : stop * width], scale, nan)
     return bool(np.all(heads == counts))
 
 
 @njit
-def _add_until(
-    block: np.ndarray, start: int, stop: int, positions: np.ndarray, values: np.ndarray, head: int, width: int,
-    is_narrow: bool,
-) -> int:  # fmt: skip
-    """Add the rows from ``head`` up to ``stop``, and return the first that is left; -1 if one is before ``start``.
+def _add_pieces(
+    block: np.ndarray, start: int, stop: int, positions_at: np.ndarray, values_at: np.ndarray, counts: np.ndarray,
+    heads: np.ndarray, total: np.ndarray, width: int, is_narrow: bool,
+) -> bool:  # fmt: skip
+    """Make a block the sum of the rows from ``start`` to ``stop``; return False if one comes behind its block.
 
-    Where it ``is_narrow``, values are bfloat16, the upper halves of float32.
+    Of each piece rows from its head on are taken, which moves. Where it ``is_narrow``, values are bfloat16, the upper
+    halves of float32.
     """
-    while head < positions.size and positions[head] < stop:
-        row = positions[head] - start
-        if row < 0:
-            return -1
-        into, added = block[row * width : (row + 1) * width], values[head * width : (head + 1) * width]
-        if is_narrow:
-            for column in range(width):
-                into[column] += np.uint32(np.uint32(added[column]) << np.uint32(16)).view(np.float32)
-        elif width == 1:
-            block[row] += values[head]
-        else:
-            for column in range(width):
-                into[column] += added[column]
-        head += 1
-    return head
+    block[:] = 0
+    for piece in range(counts.size):
+        positions = _array_at(positions_at[piece], counts[piece], counts)
+        values = _array_at(values_at[piece], counts[piece] * width, total)
+        head = heads[piece]
+        while head < positions.size and positions[head] < stop:
+            row = positions[head] - start
+            if row < 0:
+                return False
+            into, added = block[row * width : (row + 1) * width], values[head * width : (head + 1) * width]
+            if is_narrow:
+                for column in range(width):
+                    into[column] += np.uint32(np.uint32(added[column]) << np.uint32(16)).view(np.float32)
+            elif width == 1:
+                block[row] += values[head]
+            else:
+                for column in range(width):
+                    into[column] += added[column]
+            head += 1
+        heads[piece] = head
+    return True
 
 
 @njit

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
-from thinwire.kernels.cpu.bits import ROOM, list_ones, popcount
+from thinwire.kernels.cpu.bits import ROOM, list_ones, popcount, set_ones
 from thinwire.kernels.cpu.memory import as_tensor
 from thinwire.kernels.jit import njit
 from thinwire.kernels.reference import rows as reference
@@ -30,7 +30,7 @@ def union_positions(pieces: Sequence[Tensor], size: int) -> tuple[Tensor, list[T
 def _by_bitmap(pieces: Sequence[np.ndarray], size: int) -> tuple[np.ndarray, list[np.ndarray]]:
     words = np.zeros((size + 63) // 64, dtype=np.int64)
     for ids in pieces:
-        if not _set_bits(ids, size, words):
+        if not set_ones(ids, size, words):
             raise IndexError(f"an id is not in [0, {size}): {ids.min()} to {ids.max()}")
     before = np.empty(words.size, dtype=np.int64)
     count = _count_before(words, before)
@@ -40,16 +40,6 @@ def _by_bitmap(pieces: Sequence[np.ndarray], size: int) -> tuple[np.ndarray, lis
     for ids, result in zip(pieces, positions, strict=True):
         _find_positions(ids, words, before, result)
     return union[:count], positions
-
-
-@njit
-def _set_bits(ids: np.ndarray, size: int, words: np.ndarray) -> bool:
-    for index in range(ids.size):
-        id = ids[index]
-        if id < 0 or id >= size:
-            return False
-        words[id >> 6] |= np.int64(1) << (id & 63)
-    return True
 
 
 @njit

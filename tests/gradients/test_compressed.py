@@ -410,6 +410,21 @@ def test_memories_beyond_float16_make_no_gradient_infinite_without_a_scaler(scal
         assert largest == (65504.0 if scaler is None else float("inf"))
 
 
+def test_a_float16_gradient_that_is_not_finite_is_seen() -> None:
+    """Beside compressed ones, and in a compressed one itself: training has diverged."""
+
+    def run(network: LoopbackExchange) -> dict[str, Tensor]:
+        job = Job(network, compress.leave_small(compress.top_k(0.5)), dtype=torch.float16)
+        gradients = job.gradients(0)
+        for gradient in gradients.values():
+            gradient.view(-1)[:1] = float("inf") if network.rank else 1.0
+        return job.step(gradients)
+
+    for means in on_ranks(2, run):
+        assert not any(mean.view(-1)[0].isfinite() for mean in means.values())
+        assert means["b.bias"].view(-1)[0] == float("inf")
+
+
 @pytest.mark.parametrize("exchange", ["auto", "two_shot", "zen"])
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_the_account_adds_up(exchange: str, world_size: int) -> None:

@@ -655,7 +655,7 @@ def _steps(context: RankContext, how: str) -> Iterator[thinwire.Synchronizer]:
 TABLE = "tables.0.weight"
 RANGES = {
     "DDP": {f"synchronize {TABLE}", "all_reduce bucket 1"},
-    "plain": {f"synchronize {TABLE}", f"synchronize {TABLE}, group 1", "synchronize group 1"},
+    "plain": {f"synchronize {TABLE}", "all_reduce group 1"},
 }
 
 

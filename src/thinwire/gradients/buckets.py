@@ -235,7 +235,7 @@ class Buckets:
 
     def start_left(self, table: str, gradient: Tensor, name: str) -> Future[Tensor] | None:
         """Start torch's own sum of a sparse gradient beside the lane; None where it travels otherwise in this step."""
-        if self._native is None or self._native.is_own or not self._staging.is_host or not self.leaves(table):
+        if self._native is None or table not in self._native.sparse or not self.leaves(table):
             return None
         self._left.append(self._native.start_sparse(table, gradient, self._clock.submit(Load(name))))
         return self._left[-1]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from functools import partial
 from typing import Any
@@ -445,6 +445,7 @@ class NativeAllReduce:
         account: the statistics that count the bytes.
         lost: returns the error to raise when torch lost a peer, see `Lane.lost_to`.
         is_own: whether the group is the model's, as on NCCL.
+        sparse: names of the tables whose sparse gradients it can sum.
     """
 
     def __init__(
@@ -453,8 +454,9 @@ class NativeAllReduce:
         account: GradientSync,
         lost: Callable[[BaseException], LostPeerError],
         is_own: bool = False,
+        sparse: Container[str] = (),
     ) -> None:
-        self._lost = lost
+        self._lost, self.sparse = lost, sparse
         self.process_group, self.is_own = process_group, is_own
         self.account = account
         self._moved_bytes = 0

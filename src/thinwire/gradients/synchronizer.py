@@ -494,8 +494,10 @@ class Synchronizer(Attached):
             return NativeAllReduce(group, self._gradients, self._inner.lost_to, is_own)
         if not on_host or self._intent is not None:
             return None
-        is_sparse = self._sharding is None and bool(sparse_tables_of(self._module))  # FSDP's go through that group, too
-        return NativeAllReduce(self._inner.native_group(is_sparse), self._gradients, self._inner.lost_to)
+        tables = sparse_tables_of(self._module) if self._sharding is None else ()  # FSDP's go through that group, too
+        sparse = [name for weight in tables if (name := self._names.get(id(weight)))]
+        native = self._inner.native_group(bool(sparse))
+        return NativeAllReduce(native, self._gradients, self._inner.lost_to, sparse=sparse)
 
     def _make_collective(
         self, group: dist.ProcessGroup, lane: Lane, native: NativeAllReduce | None

@@ -143,9 +143,35 @@ def test_what_torch_cannot_sum_stays() -> None:
 class Owned(nn.Module):
     """A table that is a parameter of the user's own module."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(ROWS, WIDTH))
+        self.weight = nn.Parameter(torch.randn(ROWS, WIDTH, dtype=dtype))
+
+    def forward(self, ids: Tensor, factors: Tensor) -> Tensor:
+        return (nn.functional.embedding(ids, self.weight, sparse=True) * factors.to(self.weight.dtype)).sum().double()
+
+
+def _looked_up_by_a_function(context: RankContext, dtype: torch.dtype) -> str:
+    exact.ROUTE_VARIABLE = "UNSET"
+    module = Owned(dtype)
+    sync = thinwire.attach(module)
+    for step in range(3):
+        module.zero_grad()
+        module(*lookup(context.rank, step, 0, 20)).backward()
+        assert module.weight.grad.is_sparse
+        expected = expected_mean(context.world_size, dtype, step, 0, [20] * context.world_size)
+        torch.testing.assert_close(module.weight.grad.to_dense(), expected, rtol=0.01, atol=0.001)
+    (scheme,) = {str(row["scheme"]) for row in sync.table() if row["name"] == "weight"}
+    sync.detach()
+    return scheme
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_sparse_gradients_that_no_module_announces_are_not_left_to_torch(dtype: torch.dtype) -> None:
+    """It sums none of sixteen bits, and the group is of those whose sums go at the same time."""
+    for outcome in run_ranks(_looked_up_by_a_function, dtype, world_size=2, timeout_seconds=60):
+        assert outcome.value != "native"
 
 
 class Mixed(nn.Module):

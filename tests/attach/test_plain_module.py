@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -251,6 +252,25 @@ def _frozen_on_one_rank(context: RankContext) -> None:
 
 def test_ranks_that_freeze_different_parameters_all_hear_of_it() -> None:
     run_ranks(_frozen_on_one_rank, world_size=2, timeout_seconds=60)
+
+
+def _loaded_on_one_rank(context: RankContext) -> None:
+    """A state has the order in which gradients become ready, which is not that of registration here."""
+    module = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+    module.forward = lambda batch: module[1](module[0](module[2](batch)))
+    sync = thinwire.attach(module)
+    module(torch.ones(2, 4)).sum().backward()
+    state = sync.state_dict()
+    sync.detach()
+    sync = thinwire.attach(module, timeout=timedelta(seconds=20))
+    if context.rank == 0:
+        sync.load_state_dict(state)
+    with pytest.raises(thinwire.MismatchError, match=r"on ranks \[0\] alone.*load a state"):
+        module(torch.ones(2, 4)).sum().backward()
+
+
+def test_ranks_of_which_one_has_loaded_a_state_all_hear_of_it() -> None:
+    run_ranks(_loaded_on_one_rank, world_size=2, timeout_seconds=60)
 
 
 def _unfrozen_under_ddp(context: RankContext) -> None:

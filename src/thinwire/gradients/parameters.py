@@ -212,6 +212,7 @@ class ParameterHooks(Plug):
         self._clock = clock
         self._is_nested = is_nested
         self._is_ordered = False
+        self._has_loaded = False  # whether a state was loaded since the last pass
         self._order = list(range(len(trained)))[::-1]
         self._pass = _Pass()
         self._thawed = self._trains = self._unfrozen()
@@ -247,7 +248,7 @@ class ParameterHooks(Plug):
         """
         index = {entry.name: number for number, entry in enumerate(self.trained)}
         if index.keys() == set(names):
-            self._order = [index[name] for name in names]
+            self._order, self._has_loaded = [index[name] for name in names], True
             if kinds is not None:
                 self.trained, self._is_ordered = [entry.of_kind(kinds[entry.name]) for entry in self.trained], True
             self.regroup(self._planned)
@@ -441,10 +442,12 @@ class ParameterHooks(Plug):
         self._versions = [version(entry.parameter) for entry in self.trained]
         before, self._trains = self._trains, self._unfrozen()
         thawed = self._trains
-        self._changes = self._buckets.ask(before != thawed)
-        if before != thawed:
+        has_changed, self._has_loaded = before != thawed or self._has_loaded, False
+        self._changes = self._buckets.ask(has_changed)
+        if has_changed:
             self._check_changes()
-            subject = Subject(_WHAT_IS_TRAINED, f"all but {self._frozen()}")
+            kinds = [entry.kind for entry in self.trained] if self._is_ordered else None
+            subject = Subject(_WHAT_IS_TRAINED, f"all but {self._frozen()}\norder {self._order}, sparse {kinds}")
             are_left = self._lane.submit(lambda lane: lane.channel(subject).gather_numbers([self._is_left])).wait()
             if [1.0] in are_left:
                 thawed = [now or then for now, then in zip(thawed, before, strict=True)]
@@ -454,14 +457,15 @@ class ParameterHooks(Plug):
         self._pass.missing = list(map(len, self.groups))
 
     def _check_changes(self) -> None:
-        """Raise if ranks have frozen or unfrozen parameters, and others have not: they send other groups."""
+        """Raise if ranks have frozen parameters, or loaded a state, and others have not: they send other groups."""
         changes, self._changes = self._changes, list
         flags = changes()
         if len(set(flags)) > 1:
             ranks = [self._lane.exchange.global_ranks[number] for number, flag in enumerate(flags) if flag]
             raise MismatchError(
-                f"{_WHAT_IS_TRAINED} has changed on ranks {ranks} alone since the last backward; rank"
-                f" {self._lane.global_rank} trains all but {self._frozen()}: freeze and unfreeze the same on all ranks"
+                f"{_WHAT_IS_TRAINED} has changed on ranks {ranks} alone since the last backward, or these have loaded a"
+                f" state; rank {self._lane.global_rank} trains all but {self._frozen()}: freeze and unfreeze the same"
+                " on all ranks, and load a state on all"
             )
 
     def _frozen(self) -> list[str]:

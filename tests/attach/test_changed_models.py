@@ -42,13 +42,18 @@ def replace_a_parameter(net: nn.Module) -> None:
     net.out.weight = nn.Parameter(torch.ones(8, 32))
 
 
+def reshape(net: nn.Module) -> None:
+    net.out.weight.data, net.out.bias.data = torch.ones(4, 32), torch.ones(4)
+
+
 def replace_a_module(net: nn.Module) -> None:
     net.out = nn.Linear(32, 8)
 
 
 AGAIN = r"after attach.*call detach\(\) on its Synchronizer before, and attach again"
 CHANGES: dict[Callable[[nn.Module], None], str] = {
-    cast: rf"'words.weight' became torch.float64 on cpu {AGAIN}",
+    cast: rf"'words.weight' became torch.float64 \[1000, 16\] on cpu {AGAIN}",
+    reshape: rf"'out.weight' became torch.float32 \[4, 32\] on cpu {AGAIN}",
     add_a_parameter: rf"'hidden.gain' was added or replaced {AGAIN}",
     replace_a_parameter: rf"'out.weight' was added or replaced {AGAIN}",
     replace_a_module: rf"'out.weight' was added or replaced {AGAIN}",

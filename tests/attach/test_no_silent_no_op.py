@@ -103,7 +103,7 @@ def _engine(model: Net) -> None:
 
 
 TAKEN: dict[Callable[[Net], object], str] = {
-    _cast: "'table.weight' became torch.float16 on cpu after attach.*attach it last",
+    _cast: r"'table.weight' became torch.float16 \[.*\] on cpu after attach.*attach it last",
     _move: "'head.weight' was added or replaced",
     _add: "'extra.weight' was added or replaced after attach.*detach",
     _add_below: "'body.2.weight' was added or replaced",

@@ -379,6 +379,7 @@ class ParameterHooks(Plug):
                 self.finish()
         while self._handles:
             self._handles.pop().remove()
+        self._nodes.clear()  # which know the shapes of the parameters
 
     def _after_accumulation(self, index: int) -> Callable[[Tensor], None]:
         """Return a hook that does not hold this object, which holds the parameter."""

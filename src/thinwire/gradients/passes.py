@@ -181,11 +181,11 @@ class Structure:
         kinds = {id(parameter): kind for parameter, kind in zip(self._kept, self._kinds, strict=True)}
         trained = [pair for pair in synchronized_parameters(model, self._excluded) if pair[1].requires_grad]
         for name, parameter in trained:
-            now = (parameter.dtype, parameter.device)
+            dtype, device, shape = now = _KIND(parameter)
             if kinds.get(id(parameter), now) != now:
                 raise ThinwireError(
-                    f"parameter {name!r} became {now[0]} on {now[1]} after attach: move or cast the model first, and"
-                    f" attach it last; or {again}"
+                    f"parameter {name!r} became {dtype} {list(shape)} on {device} after attach: move, cast or resize"
+                    f" the model first, and attach it last; or {again}"
                 )
             if parameter not in self and isinstance(parameter, nn.Parameter):
                 raise ThinwireError(
@@ -203,7 +203,7 @@ class Structure:
             self._note()
 
 
-_KIND, _PARAMETERS, _NAME = attrgetter("dtype", "device"), itemgetter("params"), itemgetter(1)
+_KIND, _PARAMETERS, _NAME = attrgetter("dtype", "device", "shape"), itemgetter("params"), itemgetter(1)
 _IS_BROKEN = attrgetter("is_broken")
 CURE = ". Call detach() and attach again on all ranks, or restart the job"
 REASON = "an exception ended a backward pass of rank {rank} before all its gradients were there"

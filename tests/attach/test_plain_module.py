@@ -698,6 +698,26 @@ def test_gradients_that_hooks_edit_after_they_were_added(how: str) -> None:
     run_ranks(_edited_later, how, world_size=2, timeout_seconds=60)
 
 
+def _hooked_in_each_step(context: RankContext) -> None:
+    """Such a hook goes with the node, and torch makes another one for the next graph."""
+    module = nn.Linear(4, 4)
+    sync = thinwire.attach(module)
+    weight, ones = module.weight, torch.ones(2, 4)
+    for step in range(4):
+        module.zero_grad()
+        loss = module(ones).sum()
+        if step:
+            get_gradient_edge(weight).node.register_hook(lambda *_: weight.grad.mul_(2 + context.rank) is None or None)
+        loss.backward()
+        del loss  # with the graph
+        torch.testing.assert_close(weight.grad, torch.full((4, 4), 5.0 if step else 2.0))
+    sync.detach()
+
+
+def test_a_hook_on_a_node_that_nobody_keeps_is_for_one_pass() -> None:
+    run_ranks(_hooked_in_each_step, world_size=2, timeout_seconds=60)
+
+
 # --- a process group
 
 

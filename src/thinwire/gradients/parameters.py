@@ -419,7 +419,7 @@ class ParameterHooks(Plug):
             )
         now.missing[number] -= index not in now.ready
         now.ready[index] = None
-        now.waits = now.waits or self._is_edited_later(index)
+        now.waits = self._is_edited_later(index) or now.waits
         # In nested passes it is unknown until the end whether all of a group are ready.
         while not now.waits and now.submitted < len(self.groups) and not now.missing[now.submitted]:
             self._submit()
@@ -431,7 +431,9 @@ class ParameterHooks(Plug):
             self._nodes[index] = get_gradient_edge(parameter).node
         after = hooks_after(parameter) or {}
         is_last = len(after) < 2 or next(reversed(after)) == self._handles[index].id
-        return not is_last or self._lookups.hooks_on_node(parameter) > 0
+        if has_hooks := self._lookups.hooks_on_node(parameter) > 0:
+            del self._nodes[index]  # with it go hooks that the user has put on it for one pass
+        return has_hooks or not is_last
 
     def _start(self) -> None:
         """Begin a pass: agree on which parameters get gradients, if that has changed since the last one.

@@ -178,6 +178,17 @@ def test_a_store_that_is_gone_costs_little_time_and_names_its_host(kind: type, m
         assert heard.wait(30.0 if kind is _Gone else 0.2) == (kind is _Gone)
 
 
+@pytest.mark.parametrize("is_there", [True, False])
+def test_who_got_no_connection_to_the_store_hears_whether_its_host_exited(is_there: bool) -> None:
+    """Nobody can leave a note then: in a first attach ranks waited the whole timeout for others that had raised."""
+    host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    notes = Notes(dist.TCPStore("127.0.0.1", host.port, wait_for_workers=False), 1, RANKS).without_store()
+    if not is_there:
+        del host
+    with notes.listening() as heard:
+        assert heard.wait(0.2 if is_there else 30.0) != is_there
+
+
 @pytest.mark.parametrize(("late", "guilty"), [(False, None), (True, 0)])
 def test_a_store_that_is_slow_accuses_its_host_only_behind_a_timeout(
     late: bool, guilty: int | None, monkeypatch: pytest.MonkeyPatch

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -174,7 +175,7 @@ class Notes:
         self.store_rank: int | None = None  # the one whose process hosts the store, if any does
         while isinstance(store, dist.PrefixStore):
             store = store.underlying_store
-        self.port = store.port if isinstance(store, dist.TCPStore) else None
+        self._host, self.port = (store.host, store.port) if isinstance(store, dist.TCPStore) else ("", None)
         if self.port is not None and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
             self.store_rank = 0  # as torch has it, until the ranks know better
         self._is_begun = self.is_silent = False
@@ -206,6 +207,8 @@ class Notes:
                 while self._store is not None and not (ended.wait(5 * POLL_SECONDS) or heard.is_set()):
                     if self._store.add("notes", 0) > 0:
                         heard.set()
+                if self.is_silent and self.port is not None:  # its host may be slow, or is frozen: then it accepts
+                    socket.create_connection((self._host, self.port)).close()
             except Exception:  # the store is gone, and so is the rank that hosts it
                 heard.set()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from numbers import Real
@@ -98,7 +98,7 @@ class Compressor(ABC):
         if "__repr__" not in vars(cls):
             cls.__repr__ = Compressor.__repr__  # before `dataclass` writes one with the name of the class
         if (check := vars(cls).get("__post_init__")) is not None:
-            cls.__post_init__ = lambda self: _check_numbers(self) or check(self)
+            cls.__post_init__ = lambda self: _checked(self, check)
 
     def __repr__(self) -> str:
         return self.name
@@ -152,12 +152,16 @@ class Compressor(ABC):
         return Exchanged(self, getattr(exchange, "name", None) or exchange)
 
 
-def _check_numbers(compressor: Any) -> None:
-    """Raise ValueError for a setting that is to be a number and is none."""
-    for item in fields(compressor):
-        value = getattr(compressor, item.name)
-        if item.type in _NUMBERS and not isinstance(value, (Real, item.type)):
-            raise ValueError(f"{type(compressor).__name__}: {item.name} is a number, not {value!r}")
+def _checked(compressor: Any, check: Callable[[Any], object]) -> None:
+    """Check settings; raise ValueError for one that cannot be compared because it is no number."""
+    try:
+        check(compressor)
+    except TypeError:
+        for item in fields(compressor):
+            value = getattr(compressor, item.name)
+            if item.type in _NUMBERS and not isinstance(value, (Real, item.type)):
+                raise ValueError(f"{type(compressor).__name__}: {item.name} is a number, not {value!r}") from None
+        raise
 
 
 @dataclass(frozen=True)

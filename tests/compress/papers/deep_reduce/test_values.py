@@ -108,5 +108,5 @@ def test_curves_that_cannot_be_are_refused() -> None:
 
 def test_curves_without_sense_are_refused() -> None:
     for degree, pieces in ((-1, 8), (13, 8), (5, 1), (5, 257), ("5", 8)):
-        with pytest.raises(ValueError, match=r"degree from 0 to 12 and 2 to 256 pieces|degree is a number"):
+        with pytest.raises(ValueError, match="degree from 0 to 12 and 2 to 256 pieces"):
             polynomial(degree, pieces)  # type: ignore[arg-type]

@@ -647,6 +647,44 @@ def test_gradients_wider_than_their_parameters_that_one_rank_has() -> None:
     run_ranks(_wide_gradients, world_size=2, timeout_seconds=60)
 
 
+class Widened(torch.autograd.Function):
+    """A cast to float32 whose gradient stays as wide."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        return weight.float()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+class OfAnyDtype(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = (nn.Parameter(torch.ones(4, dtype=torch.bfloat16)) for _ in range(2))
+        self.used.grad_dtype = self.unused.grad_dtype = None
+
+    def forward(self, uses_both: bool) -> Tensor:
+        return sum(Widened.apply(weight).sum() for weight in (self.used, self.unused)[: 1 + uses_both])
+
+
+def _any_width_on_one_rank(context: RankContext) -> str:
+    """A gradient that one rank has in float32, and for which the other one sends zeros of the parameter's dtype."""
+    module = OfAnyDtype()
+    thinwire.attach(module)
+    with pytest.raises(thinwire.MismatchError) as raised:
+        module(context.rank == 0).backward()
+    return str(raised.value)
+
+
+def test_ranks_with_gradients_of_different_dtypes_all_hear_of_it() -> None:
+    """Gloo ends a process that gets a message of another size."""
+    for outcome in run_ranks(_any_width_on_one_rank, world_size=2, timeout_seconds=60):
+        assert "float32" in outcome.value
+        assert "bfloat16" in outcome.value
+
+
 def _refused_on_one_rank(context: RankContext) -> None:
     """What only one rank finds wrong, all ranks hear of."""
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta" if context.rank == 0 else "cpu"))

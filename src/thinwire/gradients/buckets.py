@@ -43,6 +43,8 @@ class Contents:
         started: all-reduces of elements that are under way already.
         compressed: gradients that are averaged with compression, in place, by name of their parameters.
         name: name of the bucket, for traces.
+        is_compared: whether ranks compare their dtypes first, in a job of the lane: Gloo ends a process that gets a
+            message of another size.
         scattered: a flat tensor [n * k] whose sum goes losslessly to the owners of its parts, where this rank's part
             [k] goes, and a factor.
     """
@@ -53,6 +55,7 @@ class Contents:
     started: tuple[Started, ...] = ()
     compressed: tuple[tuple[str, Tensor], ...] = ()
     name: str = ""
+    is_compared: bool = False
     scattered: tuple[Tensor, Tensor, float] | None = None
 
     def tensors(self) -> list[Tensor]:
@@ -191,7 +194,8 @@ class Buckets:
         """Submit a bucket that is already split into its parts, like `add`."""
         is_lossless = self.goes_lossless(contents.name, contents.others)
         is_lossless |= contents.scattered is not None
-        if self._native is not None and not contents.compressed and not is_lossless:
+        is_compared = contents.is_compared and self._native is not None and not self._native.is_own
+        if self._native is not None and not (contents.compressed or is_lossless or is_compared):
             dense = [other.gradient for other in contents.others]
             if not contents.tables:
                 bucket = self._native.start_bucket(dense, contents.buffer, self._clock.submit(contents.load))

@@ -541,7 +541,9 @@ class ParameterHooks(Plug):
             name = f"{len(pairs)} parameters of {dtype} in gradient group {number}"
             others.append(Other(name, as_real(flat), how))
         buffer = others[0].gradient if others else gradients[0]  # of the device, or its future orders no stream
-        return Contents(buffer, tuple(tables), tuple(others), compressed=tuple(compressed), name=f"group {number}")
+        parts, name = (buffer, tuple(tables), tuple(others)), f"group {number}"
+        any_dtype = any(getattr(self.trained[index].parameter, "grad_dtype", ...) is None for index in indices)
+        return Contents(*parts, compressed=tuple(compressed), name=name, is_compared=any_dtype)
 
     def _flattened(self, pairs: Sequence[tuple[int, Tensor]]) -> Tensor:
         """Return gradients in one tensor, and behind them for each a one, or a zero if this rank has none."""
